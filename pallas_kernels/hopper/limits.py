@@ -1,0 +1,22 @@
+"""Numbers of the Hopper SM that schedules and budgets are made of. Imports nothing from JAX."""
+
+NUM_SMS = 132
+"""SMs of an H100 SXM, H200 or H800; the default where no GPU can be asked (`device.num_sms`)."""
+
+SMEM_BYTES = 232_448
+"""Shared memory one CTA may use (227 KiB)."""
+
+SMEM_ALIGN = 1024
+"""Every shared-memory scratch starts on such a boundary (swizzle atom of 8 rows x 128 bytes)."""
+
+REGISTERS = 65_536
+"""32-bit registers of one SM."""
+
+WARPGROUP = 128
+"""Threads that issue one wgmma together."""
+
+BLOCK_M = 64
+"""Rows of one wgmma accumulator: folded (query, head) pairs."""
+
+BLOCK_KV = 64
+"""Tokens of one key tile."""
