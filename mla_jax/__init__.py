@@ -1,0 +1,11 @@
+"""Multi-head latent attention for JAX: paged latent caches, Hopper kernels, DeepSeek models."""
+
+from mla_jax.cache import LatentCache as LatentCache
+from mla_jax.cache import append as append
+from mla_jax.cache import gather as gather
+from mla_jax.cache import init_cache as init_cache
+from mla_jax.cache import pack_fp8_ds_mla as pack_fp8_ds_mla
+from mla_jax.cache import unpack_fp8_ds_mla as unpack_fp8_ds_mla
+from mla_jax.plan import DecodePlan as DecodePlan
+from mla_jax.plan import plan_decode as plan_decode
+from pallas_kernels.errors import Unsupported as Unsupported
