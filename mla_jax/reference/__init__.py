@@ -1,0 +1,1 @@
+"""The public operations in plain `jax.numpy`: the `xla` implementation, and their definition."""

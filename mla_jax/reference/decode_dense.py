@@ -1,0 +1,45 @@
+"""Dense absorbed decode: every query attends to its sequence's whole cache."""
+
+import jax.numpy as jnp
+
+from mla_jax.cache import slots_of
+from mla_jax.reference.latent_attention import attend
+from mla_jax.reference.online_softmax import apply_sink, finish
+
+CHUNK = 256
+"""Tokens of each sequence per step."""
+
+
+def mla_decode(
+    q_latent,
+    q_rope,
+    cache,
+    block_table,
+    seq_lens,
+    *,
+    scale,
+    causal,
+    attn_sink,
+    plan,
+    return_lse,
+):
+    """See `mla_jax.mla_decode`. The number of steps follows the longest sequence."""
+    del plan  # The loop below needs no division of work.
+    s_q = q_latent.shape[1]
+    capacity = block_table.shape[1] * cache.page_size
+    chunk = min(CHUNK, capacity)
+    seq_lens = jnp.clip(seq_lens, 0)
+    behind = jnp.arange(s_q)[::-1] if causal else jnp.zeros(s_q, jnp.int32)
+    ends = seq_lens[:, None] - behind
+
+    def select(i):
+        positions = i * chunk + jnp.arange(chunk)
+        slots = slots_of(block_table, positions, cache)
+        slots = jnp.where(positions < seq_lens[:, None], slots, -1)
+        return slots, (positions < ends[..., None]) & (slots >= 0)[:, None]
+
+    longest = jnp.minimum(jnp.max(seq_lens, initial=0), capacity)
+    num_chunks = (longest + chunk - 1) // chunk
+    out, lse = finish(attend(q_latent, q_rope, cache, select, num_chunks, scale=scale))
+    out = apply_sink(out, lse, attn_sink).astype(q_latent.dtype)
+    return (out, lse.mT) if return_lse else out
