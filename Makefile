@@ -14,12 +14,12 @@ unexport PYTHONPATH PYTHONHOME
 # The driver's device file (WSL 2 has /dev/dxg instead).
 DRIVER := $(firstword $(wildcard /dev/nvidiactl /dev/dxg))
 ifdef DRIVER
-    RUN_EXTRAS := [$(CUDA)]
+    DEMO_EXTRAS := [$(CUDA)]
     TEST_EXTRAS := [$(CUDA),test]
     # One process owns the GPU's memory.
     WORKERS ?= 0
 else
-    RUN_EXTRAS :=
+    DEMO_EXTRAS :=
     # `aot` compiles the Hopper kernels here, without a GPU. Its CUDA plugin cannot start, so tell JAX not to try.
     TEST_EXTRAS := [aot,test]
     export JAX_PLATFORMS ?= cpu
@@ -27,38 +27,33 @@ else
 endif
 
 BIN := $(VENV)/bin
-INSTALL := PYTHON='$(PYTHON)' bash tools/venv.sh '$(VENV)'
+SETUP := PYTHON='$(PYTHON)' bash tools/venv.sh '$(VENV)'
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format clean
+.NOTPARALLEL:
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
-demo: $(VENV)/.stamp-run ## generate with the checkpoint in the repository, once per cache format
+demo: ## generate with the checkpoint in the repository, once per cache format
+	@$(SETUP) demo '-e.$(DEMO_EXTRAS)'
 	@'$(BIN)/mla-jax' demo
 
-test: $(VENV)/.stamp-test ## run the tests (ARGS="..." goes to pytest)
+test: ## run the tests (ARGS="..." goes to pytest)
+	@$(SETUP) test '-e.$(TEST_EXTRAS)'
 	@'$(BIN)/python' -m pytest -n $(WORKERS) --maxprocesses 8 $(ARGS)
 
-lint: $(VENV)/.stamp-lint ## ruff and pyright
+lint: ## ruff and pyright, which also reads the test tools' types
+	@$(SETUP) lint '-e.$(TEST_EXTRAS)' --group=lint
 	@'$(BIN)/ruff' check .
 	@'$(BIN)/ruff' format --check .
 	@'$(BIN)/pyright'
 
-format: $(VENV)/.stamp-lint ## let ruff fix and format the sources
+format: ## let ruff fix and format the sources
+	@$(SETUP) lint '-e.$(TEST_EXTRAS)' --group=lint
 	@'$(BIN)/ruff' check --fix .
 	@'$(BIN)/ruff' format .
 
 clean: ## remove .venv and the tools' caches
 	rm -rf '$(VENV)' .pytest_cache .ruff_cache .hypothesis build dist
-
-$(VENV)/.stamp-run: pyproject.toml
-	@$(INSTALL) run '-e.$(RUN_EXTRAS)'
-
-$(VENV)/.stamp-test: $(VENV)/.stamp-run
-	@$(INSTALL) test '-e.$(TEST_EXTRAS)'
-
-# pyright resolves imports in the environment, the test tools included.
-$(VENV)/.stamp-lint: $(VENV)/.stamp-test
-	@$(INSTALL) lint --group=lint

@@ -2,13 +2,13 @@
 # venv.sh VENV STAGE REQUIREMENT...
 #
 # Makes the virtual environment VENV when it is missing and installs the requirements; VENV/.stamp-STAGE records that
-# this is done. An environment that an interrupted run left half-made is made again; one that somebody else made is
-# added to, never deleted.
+# this is done, until pyproject.toml changes. An environment that an interrupted run left half-made is made again; one
+# that somebody else made is added to, never deleted.
 set -euo pipefail
 
 venv=$1 stage=$2
 shift 2
-made=$venv/.made-here unfinished=$venv/.unfinished
+python=$venv/bin/python made=$venv/.made-here unfinished=$venv/.unfinished
 oldest=3.12
 beyond=3.15
 
@@ -70,7 +70,7 @@ create() {
     return 1
 }
 
-pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
+pip() { "$python" -m pip --disable-pip-version-check --no-input "$@"; }
 
 install() {
     local verbosity=() requirement group=()
@@ -80,14 +80,14 @@ install() {
         # pip reads dependency groups since 25.1 only; Python 3.12 may come with an older one.
         --group=*)
             while IFS= read -r requirement; do group+=("$requirement"); done < <(
-                "$venv/bin/python" -c 'import sys, tomllib
+                "$python" -c 'import sys, tomllib
 print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"][sys.argv[1]], sep="\n")' "${requirement#--group=}"
             )
             ;;
         *) group+=("$requirement") ;;
         esac
     done
-    say "Installing ${group[*]} into $venv (hundreds of megabytes and some minutes the first time)"
+    say "Installing what \`make $stage\` needs into $venv (the first time takes minutes on a slow line)"
     pip install ${verbosity[@]+"${verbosity[@]}"} "${group[@]}" >&2
 }
 
@@ -96,26 +96,29 @@ if command -v flock >/dev/null; then
     exec 9<pyproject.toml
     flock 9
 fi
-if [ "$venv/.stamp-$stage" -nt pyproject.toml ]; then exit 0; fi
-
-if [ -e "$unfinished" ] && [ -e "$made" ]; then
-    say "$venv was left half-made by an interrupted run: making it again"
+# What was made here and is half-made, was moved with its clone (its scripts hold absolute paths) or has lost its
+# interpreter is worth nothing.
+if [ -e "$made" ] && { [ -e "$unfinished" ] || [ "$(cat "$made")" != "$PWD" ] || ! "$python" -c '' 2>/dev/null; }; then
+    say "$venv is not usable as an earlier run left it: making it again"
     rm -rf "$venv"
-elif [ -e "$venv/bin/python" ] && ! answer=$(probe "$venv/bin/python"); then
+elif { [ -e "$python" ] || [ -L "$python" ]; } && ! answer=$(probe "$python"); then
     say "error: $venv exists, but its interpreter cannot be used:"
-    say "  ${answer:-$venv/bin/python does not run}"
+    say "  ${answer:-$python does not run}"
     say "Remove $venv (make clean), or name another place: make ... VENV=.venv312"
     exit 1
 fi
 
+if [ "$venv/.stamp-$stage" -nt pyproject.toml ]; then exit 0; fi
+
 trap 'exit 130' INT TERM # the mark stays
-if [ ! -e "$venv/bin/python" ]; then
+if [ ! -e "$python" ]; then
     mkdir -p "$venv"
-    touch "$made" "$unfinished"
+    touch "$unfinished"
+    printf '%s\n' "$PWD" >"$made"
     create || { rm -rf "$venv"; exit 1; }
 fi
 touch "$unfinished"
-pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip --upgrade >/dev/null
+pip --version >/dev/null 2>&1 || "$python" -m ensurepip --upgrade >/dev/null
 status=0
 install "$@" || status=$? # pip undoes what it could not finish, so a failure of its own leaves nothing half-made
 rm -f "$unfinished"
