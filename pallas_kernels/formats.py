@@ -74,3 +74,9 @@ FORMATS: Mapping[str, CacheFormat] = types.MappingProxyType(
         )
     }
 )
+
+
+def unscaled_format(dtype: str) -> CacheFormat:
+    """The format that stores values of `dtype` (`bfloat16`, `float16` or `float32`) as they are."""
+    (found,) = (f for f in FORMATS.values() if f.scaling == "none" and f.latent_dtype == dtype)
+    return found
