@@ -15,7 +15,6 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from mla_jax import quantise
 from mla_jax.checks import FLOATS, check_array, check_choice, check_float, check_integer, check_size
-from mla_jax.manual_axes import vary_like
 from pallas_kernels.formats import FORMATS, CacheFormat
 
 
@@ -185,26 +184,23 @@ def _write(
     pages: Float[Array, "p ps d"], rows: Float[Array, "t d"], slots: Int[Array, " t"]
 ) -> Float[Array, "p ps d"]:
     """Write `rows` at `slots`; a slot past the end is skipped."""
-    flat = pages.reshape(-1, pages.shape[-1])
+    page, offset = jnp.divmod(slots, pages.shape[1])
 
-    def scatter(flat, rows, slots):
-        return flat.at[slots].set(rows, mode="drop")
+    def scatter(pages, rows):
+        return pages.at[page, offset].set(rows, mode="drop")
 
-    def one_by_one(flat, rows, slots):
-        order = jnp.argsort(slots)  # the skipped ones last
-
-        def write(i, flat):
-            return lax.dynamic_update_index_in_dim(flat, rows[order[i]], slots[order[i]], 0)
-
-        flat = vary_like(flat, rows, slots)
-        return lax.fori_loop(0, jnp.sum(slots < flat.shape[0]), write, flat)
+    def select(pages, rows):
+        tokens = jnp.arange(rows.shape[0])
+        token = jnp.full(pages.shape[:2], -1).at[page, offset].set(tokens, mode="drop")
+        as_bits = lambda x: lax.bitcast_convert_type(x, jnp.uint8)
+        new = jnp.where(token[..., None] >= 0, as_bits(rows)[token], as_bits(pages))
+        return lax.bitcast_convert_type(new, pages.dtype)
 
     if pages.dtype.itemsize > 1:
-        flat = scatter(flat, rows, slots)
-    else:
-        # XLA's CPU scatter of 8-bit floats converts the whole operand to float16 and back.
-        flat = lax.platform_dependent(flat, rows, slots, cpu=one_by_one, default=scatter)
-    return flat.reshape(pages.shape)
+        return scatter(pages, rows)
+    # XLA's CPU scatter of 8-bit floats converts the whole operand to float16 and back. The select
+    # passes over the whole cache as well, but in place.
+    return lax.platform_dependent(pages, rows, cpu=select, default=scatter)
 
 
 def slots_of(

@@ -30,8 +30,9 @@ def encode(
         latent, rope = latent.astype(jnp.float32), rope.astype(jnp.float32)
         scale = _choose_scale(cache_format, latent, rope)
         latent_scale, rope_scale = _per_channel(cache_format, scale, latent.shape[-1])
-        latent = latent / latent_scale
-        rope = rope if rope_scale is None else rope / rope_scale
+        # Not a division: XLA may or may not turn one by a broadcast scale into this product.
+        latent = latent * (1 / latent_scale)
+        rope = rope if rope_scale is None else rope * (1 / rope_scale)
     return latent.astype(cache_format.latent_dtype), rope.astype(cache_format.rope_dtype), scale
 
 
@@ -63,7 +64,7 @@ def _choose_scale(
     amax = _amax(latent)[..., None]
     if cache_format.scaling == "parts":
         amax = jnp.concatenate([amax, _amax(rope)[..., None]], axis=-1)
-    # Not a division: XLA may or may not turn division by a constant into this product.
+    # Not a division: XLA may or may not turn one by a constant into this product.
     return jnp.maximum(amax * jnp.float32(1 / E4M3_MAX), MIN_SCALE)
 
 
