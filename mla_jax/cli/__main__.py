@@ -1,0 +1,5 @@
+"""`python -m mla_jax.cli`."""
+
+from mla_jax.cli import main
+
+main()
