@@ -114,8 +114,8 @@ def demo_command(
 
     Each format continues the same prompts greedily. "same token" is how often the format chooses
     the token that the f32 cache chooses, given the same text; "logit error" is how far its logits
-    are off in that comparison, the largest of a token and the median over tokens; "first
-    difference" is where its own continuation leaves that of f32.
+    are off in that comparison, the largest of a token and the median over tokens; "diverges"
+    is the new token at which its own continuation leaves that of f32.
     """
     _prepare_jax()
     demo.run(checkpoint, max_new_tokens, _implementations(implementation))

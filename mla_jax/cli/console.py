@@ -71,9 +71,8 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
         return
     grid = Table(box=box.SIMPLE_HEAD, header_style="bold", show_edge=False, pad_edge=False)
     for i, (title, align) in enumerate(columns):
-        # No word is cut, and a short title stays on one line.
-        words = [title[:8], *" ".join([title, *(row[i] for row in rows)]).split()]
-        grid.add_column(title, justify=align, min_width=max(map(len, words)))
+        narrow = not any(" " in cell for cell in (title[8:], *(row[i] for row in rows)))
+        grid.add_column(title, justify=align, no_wrap=narrow)
     for row in rows:
         grid.add_row(*row)
     Console(highlight=False, markup=False).print(grid)

@@ -83,7 +83,7 @@ def run(
             ("tokens/s", "right"),
             ("same token", "right"),
             ("logit error", "right"),
-            ("first difference", "right"),
+            ("diverges", "right"),
             ("ran on", "left"),
         ],
         [
@@ -93,7 +93,7 @@ def run(
                 f"{run.rate:.0f}",
                 f"{_same_choice(run, reference):.1%}",
                 f"{_logit_error(run, reference):.2g}",
-                _first_difference(run, reference),
+                _divergence(run, reference),
                 run.implementation,
             )
             for name, run in runs.items()
@@ -214,9 +214,9 @@ def _logit_error(run: _Run, reference: _Run) -> float:
     return float(np.median(np.abs(run.logits - reference.logits).max(axis=-1)))
 
 
-def _first_difference(run: _Run, reference: _Run) -> str:
+def _divergence(run: _Run, reference: _Run) -> str:
     different = (run.tokens != reference.tokens).any(axis=0)
-    return f"token {different.argmax() + 1}" if different.any() else "none"
+    return str(different.argmax() + 1) if different.any() else "never"
 
 
 def _reasons(runs: dict[str, _Run]) -> list[str]:
