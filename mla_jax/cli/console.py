@@ -71,7 +71,7 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
         return
     grid = Table(box=box.SIMPLE_HEAD, header_style="bold", show_edge=False, pad_edge=False)
     for i, (title, align) in enumerate(columns):
-        narrow = not any(" " in cell for cell in (title[8:], *(row[i] for row in rows)))
+        narrow = len(title) <= 8 and not any(" " in row[i] for row in rows)
         grid.add_column(title, justify=align, no_wrap=narrow)
     for row in rows:
         grid.add_row(*row)
