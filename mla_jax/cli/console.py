@@ -71,8 +71,9 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
         return
     grid = Table(box=box.SIMPLE_HEAD, header_style="bold", show_edge=False, pad_edge=False)
     for i, (title, align) in enumerate(columns):
-        narrow = len(title) <= 8 and not any(" " in row[i] for row in rows)
-        grid.add_column(title, justify=align, no_wrap=narrow)
+        # A short title stays on one line; what has no space would be cut, not wrapped.
+        wraps = (" " in title and len(title) > 8) or any(" " in row[i] for row in rows)
+        grid.add_column(title, justify=align, no_wrap=not wraps)
     for row in rows:
         grid.add_row(*row)
     Console(highlight=False, markup=False).print(grid)
