@@ -173,6 +173,9 @@ def append(
     check_float("rope", rope)
     check_integer("slots", slots)
 
+    if num_tokens == 0:
+        return cache
+
     latent, rope, slots = jnp.asarray(latent), jnp.asarray(rope), jnp.asarray(slots)
     tokens = LatentCache(*quantise.encode(cache_format, latent, rope), format=cache.format)
     live = (slots >= 0) & (slots < cache.num_slots)

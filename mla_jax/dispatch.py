@@ -12,7 +12,7 @@ from pallas_kernels.errors import Unsupported
 IMPLEMENTATIONS = ("mosaic", "mosaic_transposed", "triton", "xla")
 """Every name that the `implementation` argument takes, the one to prefer first."""
 
-_TABLE: Mapping[str, Mapping[str, str]] = {
+TABLE: dict[str, dict[str, str]] = {
     "mla_decode": {"xla": "mla_jax.reference.decode_dense"},
     "mla_sparse_decode": {"xla": "mla_jax.reference.decode_sparse"},
     "mla_sparse_prefill": {"xla": "mla_jax.reference.prefill_sparse"},
@@ -22,7 +22,7 @@ _TABLE: Mapping[str, Mapping[str, str]] = {
 arguments of the public one less `implementation`; a kernel's raises `Unsupported` for a call that
 it cannot serve, before it traces device code."""
 
-OPS = tuple(_TABLE)
+OPS = tuple(TABLE)
 """The ops that take `implementation`."""
 
 
@@ -102,11 +102,11 @@ def _names(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
 
 def _load(op: str, name: str) -> Callable[..., Any]:
     """The function of an implementation; `Unsupported` if this process cannot have it."""
-    if name not in _TABLE[op]:
+    if name not in TABLE[op]:
         raise Unsupported(f"is not built yet for {op}")
     if missing := _REQUIREMENTS[name]():
         raise Unsupported(missing)
-    return getattr(importlib.import_module(_TABLE[op][name]), op)
+    return getattr(importlib.import_module(TABLE[op][name]), op)
 
 
 def _lacks_hopper() -> str:

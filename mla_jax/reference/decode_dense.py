@@ -1,5 +1,8 @@
 """Dense absorbed decode: every query attends to its sequence's whole cache."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 
 from mla_jax.cache import slots_of
@@ -10,6 +13,7 @@ CHUNK = 256
 """Tokens of each sequence per step."""
 
 
+@functools.partial(jax.jit, static_argnames=("causal", "return_lse"))
 def mla_decode(
     q_latent,
     q_rope,

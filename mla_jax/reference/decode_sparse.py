@@ -1,11 +1,15 @@
 """Sparse absorbed decode: every query attends to the slots that it names."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 
 from mla_jax.reference.latent_attention import attend_selected
 from mla_jax.reference.online_softmax import apply_sink, finish
 
 
+@functools.partial(jax.jit, static_argnames=("return_lse",))
 def mla_sparse_decode(
     q_latent, q_rope, cache, indices, *, scale, topk_length, attn_sink, return_lse
 ):

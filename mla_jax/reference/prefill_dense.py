@@ -10,6 +10,8 @@ output of its own:
 Neither keeps more than a chunk of scores, `b * h * t * CHUNK`.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -22,6 +24,7 @@ CHUNK = 128
 """Keys per step."""
 
 
+@functools.partial(jax.jit, static_argnames=("causal", "return_lse"))
 def mla_prefill(q, k, v, *, scale, causal, q_lens, kv_lens, return_lse):
     """See `mla_jax.mla_prefill`."""
     (b, t), n = q.shape[:2], k.shape[1]

@@ -1,11 +1,14 @@
 """Sparse absorbed prefill: every token attends to the rows of one array that it names."""
 
+import jax
+
 from mla_jax.cache import LatentCache
 from mla_jax.reference.latent_attention import attend_selected
 from mla_jax.reference.online_softmax import apply_sink, finish
 from pallas_kernels.formats import unscaled_format
 
 
+@jax.jit
 def mla_sparse_prefill(q_latent, q_rope, latent, rope, indices, *, scale, topk_length, attn_sink):
     """See `mla_jax.mla_sparse_prefill`. The rows are read as a cache of one page."""
     cache_format = unscaled_format(latent.dtype.name)
