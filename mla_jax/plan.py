@@ -1,10 +1,4 @@
-"""The division of one decode step's work over the SMs: made on the device, once per step, shared by all layers.
-
-A decode step reads, for every sequence, all its key tiles (64 tokens each) once per tile of 64 folded
-(query, head) rows. The plan lays the sequences end to end and cuts that line into as many contiguous parts as
-there are CTAs to work on them, so that one long sequence is split over many SMs and many short ones share one
-(the idea of FlashMLA's tile scheduler and of stream-K, arXiv:2301.03598, here without a sequential loop).
-"""
+"""`plan_decode`: the division of one decode step's work, made on the device, once, for all layers."""
 
 import dataclasses
 
@@ -12,16 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from pallas_kernels.hopper.device import num_sms
-from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M
-
-# Costs in units of one key tile.
-SEQUENCE_COST = 3
-"""Starting and ending a sequence: loading its queries, filling the pipeline, writing its output."""
-COMBINE_COST = 4
-"""What splitting any sequence at all costs: partial results written, read and merged."""
-MIN_PIECE = 4
-"""No piece of a split sequence is shorter."""
+from pallas_kernels.hopper.plan import divide
 
 
 @jax.tree_util.register_dataclass
@@ -29,12 +14,10 @@ MIN_PIECE = 4
 class DecodePlan:
     """How one decode step is divided; made by `plan_decode`, read by the kernels.
 
-    `parts[p]` is `(seq, tile, end_seq, end_tile, head)`: part `p` starts at key tile `tile` of sequence `seq` and
-    ends before tile `end_tile` of sequence `end_seq`. Sequence `seq` itself starts in part `head`; `head == p`
-    unless it was split.
+    `parts` is described at `pallas_kernels.hopper.plan.divide`.
     """
 
-    parts: Int[Array, "parts 5"]
+    parts: Int[Array, "parts 6"]
     batch: int = dataclasses.field(metadata={"static": True})
     num_heads: int = dataclasses.field(metadata={"static": True})
     q_len: int = dataclasses.field(metadata={"static": True})
@@ -81,47 +64,10 @@ def plan_decode(
     for name, size in (("num_heads", num_heads), ("q_len", q_len), ("page_size", page_size)):
         if size < 1:
             raise ValueError(f"`{name}` is {size}: it must be at least 1")
-    row_tiles = -(-num_heads * q_len // BLOCK_M)
-    num_parts = max(1, num_sms() // row_tiles)
     return DecodePlan(
-        parts=_divide(-(-jnp.maximum(seq_lens, 0) // BLOCK_KV), num_parts),
+        parts=divide(seq_lens, rows=num_heads * q_len),
         batch=seq_lens.shape[0],
         num_heads=num_heads,
         q_len=q_len,
         page_size=page_size,
     )
-
-
-def _divide(tiles: Int[Array, " b"], num_parts: int) -> Int[Array, "parts 5"]:
-    """Cut the sequences, `tiles` key tiles each, into `num_parts` contiguous parts of nearly equal cost."""
-    batch = tiles.shape[0]
-    end = jnp.cumsum(tiles + SEQUENCE_COST)
-    begin = end - tiles - SEQUENCE_COST
-    share = jnp.maximum(-(-end[-1] // num_parts), SEQUENCE_COST + MIN_PIECE)
-    goal = jnp.minimum(jnp.arange(num_parts + 1) * share, end[-1])
-    seq = jnp.searchsorted(end, goal, side="right")
-    # One more, empty, sequence: the cuts behind the last one fall on its start.
-    begin = jnp.append(begin, end[-1])
-    tiles = jnp.append(tiles, 0)
-
-    def cut(at_end, tile):
-        return jnp.where(at_end, seq + 1, seq), jnp.where(at_end, 0, tile)
-
-    def longest(cut_seq, cut_tile):
-        """Cost of the longest part; a part that starts inside a sequence pays for starting it again."""
-        cost = begin[cut_seq] + jnp.where(cut_tile > 0, SEQUENCE_COST + cut_tile, 0)
-        return jnp.max(jnp.diff(cost) + jnp.where(cut_tile[:-1] > 0, SEQUENCE_COST, 0))
-
-    tile = jnp.clip(goal - begin[seq] - SEQUENCE_COST, 0, tiles[seq])
-    rest = tiles[seq] - tile
-    whole = cut(tile > rest, 0)
-    split = cut((rest < MIN_PIECE) & (tile >= MIN_PIECE), jnp.where(tile < MIN_PIECE, 0, tile))
-    keep_whole = longest(*whole) <= longest(*split) + COMBINE_COST
-    cut_seq, cut_tile = (jnp.where(keep_whole, w, s) for w, s in zip(whole, split, strict=True))
-
-    # The last part that begins at or before a sequence's first tile holds that tile.
-    order = 2 * cut_seq[:-1] + (cut_tile[:-1] > 0)
-    head = jnp.searchsorted(order, 2 * cut_seq[:-1], side="right") - 1
-    head = jnp.where(cut_seq[:-1] < batch, head, jnp.arange(num_parts))
-    parts = [cut_seq[:-1], cut_tile[:-1], cut_seq[1:], cut_tile[1:], head]
-    return jnp.stack(parts, axis=1).astype(jnp.int32)

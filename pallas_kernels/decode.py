@@ -1,0 +1,79 @@
+"""`implementation="mosaic"` of `mla_decode`: plan, attention kernel, combine kernel."""
+
+import math
+from typing import Any
+
+import jax
+
+from pallas_kernels.combine.kernel import merge
+from pallas_kernels.decode_dense import entry
+from pallas_kernels.decode_dense.config import Config
+from pallas_kernels.errors import Unsupported
+from pallas_kernels.hopper.device import num_sms
+from pallas_kernels.hopper.limits import BLOCK_M
+from pallas_kernels.hopper.plan import divide
+
+FORMATS = ("bf16", "f16")
+
+
+def mla_decode(
+    q_latent: jax.Array,
+    q_rope: jax.Array,
+    cache: Any,
+    block_table: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    scale: Any,
+    causal: bool,
+    attn_sink: jax.Array | None,
+    plan: Any,
+    return_lse: bool,
+    interpret: Any = None,
+) -> Any:
+    """`mla_jax.mla_decode` on Hopper; the arguments are that function's.
+
+    Raises:
+        Unsupported: saying which requirement the call does not meet.
+    """
+    if cache.format not in FORMATS:
+        raise Unsupported(f"takes a cache in {' or '.join(FORMATS)}, this one is {cache.format}")
+    if q_latent.dtype != cache.latent.dtype:
+        raise Unsupported(
+            f"takes queries of the cache's dtype, {cache.latent.dtype}, these are {q_latent.dtype}"
+        )
+    if isinstance(scale, jax.core.Tracer) or not (0.0 < float(scale) < math.inf):
+        raise Unsupported(f"takes a positive number as `scale`, not {scale}")
+    batch, q_len, num_heads, d_latent = q_latent.shape
+    config = Config(
+        dtype=str(q_latent.dtype),
+        d_latent=d_latent,
+        d_rope=q_rope.shape[-1],
+        page_size=cache.page_size,
+        num_heads=num_heads,
+        q_len=q_len,
+        causal=causal,
+        has_sink=attn_sink is not None,
+    )
+    if refusal := config.refusal():
+        raise Unsupported(refusal)
+    parts = divide(seq_lens, rows=config.rows) if plan is None else plan.parts
+    out, lse, partial, partial_lse2, sink = entry.launch(
+        config,
+        q_latent,
+        q_rope,
+        cache,
+        block_table,
+        seq_lens,
+        parts,
+        scale=float(scale),
+        attn_sink=attn_sink,
+        interpret=interpret,
+    )
+    out, lse = merge(
+        out, lse, partial, partial_lse2, parts, sink, num_sms=num_sms(), interpret=interpret
+    )
+    out = out.reshape(batch, q_len, num_heads, d_latent)
+    if not return_lse:
+        return out
+    lse = entry.untile_rows(lse, config.rows).reshape(batch, q_len, num_heads)
+    return out, lse.transpose(0, 2, 1)

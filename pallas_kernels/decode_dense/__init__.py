@@ -1,0 +1,1 @@
+"""Dense paged decode, bf16 and f16 caches."""

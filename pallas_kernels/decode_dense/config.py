@@ -1,0 +1,125 @@
+"""Static parameters of the dense decode kernel: what it accepts, its shared memory, its registers."""
+
+import dataclasses
+from typing import Any
+
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.layouts import tiled
+from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M, SMEM_ALIGN, SMEM_BYTES
+
+PAGE_SIZES = (16, 32, 64, 128)
+D_LATENT = (256, 512)
+D_ROPE = (32, 64)
+DTYPES = ("bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One variant of the kernel."""
+
+    dtype: str
+    d_latent: int
+    d_rope: int
+    page_size: int
+    num_heads: int
+    q_len: int
+    causal: bool
+    has_sink: bool
+    num_stages: int = 2
+    """Key tiles in flight."""
+    slack: float = 8.0
+    """Growth of the running maximum, base 2, that is let pass without rescaling (`hopper.softmax`)."""
+    registers: tuple[int, int, int] = (240, 240, 24)
+    """Per thread of `mma_wg0`, `mma_wg1`, `load_wg`; their sum is 3 x 168, what a CTA of 384 threads starts with."""
+    spill_bytes: int = 0
+    """Spills the compile gate accepts."""
+
+    @property
+    def rows(self) -> int:
+        """Folded (query, head) rows of a sequence, the heads of a query together."""
+        return self.q_len * self.num_heads
+
+    @property
+    def row_tiles(self) -> int:
+        return -(-self.rows // BLOCK_M)
+
+    @property
+    def tile_rows(self) -> int:
+        """Query rows of a tile; the accumulator's other rows, if any, are never stored."""
+        return min(self.rows, BLOCK_M)
+
+    @property
+    def d_half(self) -> int:
+        """Output columns of one math warpgroup."""
+        return self.d_latent // 2
+
+    @property
+    def pages_per_tile(self) -> int:
+        return max(1, BLOCK_KV // self.page_size)
+
+    @property
+    def p_in_rope(self) -> bool:
+        """P takes the place of its tile's rope keys, dead once the scores are there, if they are as wide."""
+        return self.d_rope == BLOCK_KV
+
+    def smem(self) -> dict[str, Any]:
+        """The shared-memory buffers, by name: the launch and `smem_bytes` both read this."""
+        dtype = jnp.dtype(self.dtype)
+
+        def tile(count: int, cols: int):
+            transforms = tiled(cols, dtype.itemsize)
+            return plgpu.SMEM((count, BLOCK_KV, cols), dtype, transforms=transforms)
+
+        buffers = {
+            "q_latent": tile(1, self.d_latent),
+            "q_rope": tile(1, self.d_rope),
+            "kv_latent": tile(self.num_stages, self.d_latent),
+            "k_rope": tile(self.num_stages, self.d_rope),
+            "alpha": plgpu.SMEM((self.num_stages, BLOCK_M), jnp.float32),
+            "inverse": plgpu.SMEM((BLOCK_M,), jnp.float32),
+        }
+        if not self.p_in_rope:
+            buffers["p"] = tile(self.num_stages, BLOCK_KV)
+        return buffers
+
+    def barriers(self) -> dict[str, plgpu.Barrier]:
+        """The barriers, by name; the kernel's header says who arrives and who waits."""
+        stages = self.num_stages
+        return {
+            "q_full": plgpu.Barrier(num_arrivals=2),
+            "k_full": plgpu.Barrier(num_barriers=stages, num_arrivals=2 * self.pages_per_tile),
+            "k_empty": plgpu.Barrier(num_barriers=stages, num_arrivals=2),
+            "alpha_ready": plgpu.Barrier(num_barriers=stages),
+            "p_ready": plgpu.Barrier(num_barriers=stages),
+            "inverse_ready": plgpu.Barrier(),
+            "inverse_free": plgpu.Barrier(),
+        }
+
+    def smem_bytes(self) -> int:
+        """Shared memory of a CTA: each buffer rounded up to its alignment, and the barriers."""
+        total = 0
+        for buffer in self.smem().values():
+            size = jnp.dtype(buffer.dtype).itemsize
+            for extent in buffer.shape:
+                size *= extent
+            total += -(-size // SMEM_ALIGN) * SMEM_ALIGN
+        return total + SMEM_ALIGN
+
+    def refusal(self) -> str:
+        """Which requirement the call does not meet; empty if it meets all."""
+        for name, value, accepted in (
+            ("page_size", self.page_size, PAGE_SIZES),
+            ("kv_lora_rank", self.d_latent, D_LATENT),
+            ("rope_dim", self.d_rope, D_ROPE),
+            ("dtype", self.dtype, DTYPES),
+        ):
+            if value not in accepted:
+                return f"takes {name} of {' or '.join(map(str, accepted))}, this call has {value}"
+        if self.smem_bytes() > SMEM_BYTES:
+            return f"needs {self.smem_bytes()} bytes of shared memory, an SM has {SMEM_BYTES}"
+        return ""
+
+

@@ -1,0 +1,436 @@
+"""Dense paged decode of absorbed MLA on Hopper.
+
+For every sequence and every row r of its folded (query, head) pairs, over the keys j that the row may see:
+
+    s[r, j] = q_latent[r] . latent[j] + q_rope[r] . rope[j]
+    out[r]  = sum_j softmax(scale * s[r])[j] * latent[j]
+
+A CTA owns one tile of 64 rows and one part of the plan: a contiguous run of key tiles (64 tokens) that may begin and
+end inside a sequence. Within a sequence the tiles are taken last to first, so that those that need a mask come first.
+
+Timeline of a tile i (stage i % num_stages), time running down; `->` are the barriers below:
+
+    load_wg                  mma_wg0                               mma_wg1
+    TMA tile i  -k_full->    S = Q K^T  (all of K)
+    TMA tile i+1             m, alpha = max(S) -alpha_ready->      O_right *= alpha
+                             P = exp2(S - m)
+                             O_left *= alpha
+                             issue O_left += P V_left
+                             P to SMEM        -p_ready->           O_right += P V_right
+                <-k_empty-   wait for O_left                       wait for O_right
+                <-k_empty------------------------------------------
+
+V is the latent part of the K tile that is there already; P enters O_left from registers and is published for mma_wg1
+while that product runs. P lies over the tile's rope keys, which no one needs once S is there.
+
+Shared memory (bf16, d_latent 512, d_rope 64, 2 stages):
+
+    buffer      shape           dtype  stages    KiB
+    q_latent    64 x 512        bf16   1          64
+    q_rope      64 x 64         bf16   1           8
+    kv_latent   64 x 512        bf16   2         128
+    k_rope      64 x 64         bf16   2          16
+    alpha       64              f32    2           1
+    inverse     64              f32    1           1
+    barriers                                       1
+    sum                                          219
+
+Registers per thread: 240 (mma_wg0: 128 accumulator, 32 S, 16 P), 240 (mma_wg1), 24 (load_wg).
+
+Barriers (arrivals x count per phase; each waiter waits for every phase):
+
+    name           guards                         arrives x count                waits
+    q_full         q_latent, q_rope filled        TMA x 2                        mma_wg0
+    k_full         stage filled                   TMA x 2 per page               mma_wg0
+    k_empty        stage may be refilled          mma_wg0, mma_wg1 x 1           load_wg
+    alpha_ready    alpha of the stage             mma_wg0 x 1                    mma_wg1
+    p_ready        P of the stage                 mma_wg0 x 1                    mma_wg1
+    inverse_ready  1/l of the piece               mma_wg0 x 1                    mma_wg1
+    inverse_free   `inverse` may be rewritten     mma_wg1 x 1                    mma_wg0
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.decode_dense.config import Config
+from pallas_kernels.hopper.inline import store_rows
+from pallas_kernels.hopper.layouts import WGMMA, WGMMA_ROW, across, full
+from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M, LAUNCH_REGISTERS
+from pallas_kernels.hopper.mma import add_dot, dot, opaque_zero
+from pallas_kernels.hopper.softmax import LN2, LOG2E, Softmax, rescale
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """The key tiles `[begin, end)` of sequence `seq` that this CTA works on, last to first."""
+
+    seq: jax.Array
+    seq_len: jax.Array
+    begin: jax.Array
+    end: jax.Array
+    whole: jax.Array
+    """The sequence is not split: the piece gives its final output."""
+    slot: jax.Array
+    """Where the piece's partial result goes if the sequence is split."""
+
+    @property
+    def tiles(self) -> jax.Array:
+        return self.end - self.begin
+
+
+@dataclasses.dataclass(frozen=True)
+class Cta:
+    """What one CTA works on, and its memory."""
+
+    config: Config
+    scale_log2: float
+    interpret: bool
+    gmem: SimpleNamespace
+    smem: SimpleNamespace
+    bar: SimpleNamespace
+    part: jax.Array
+    row_tile: jax.Array
+
+    @property
+    def first_row(self) -> jax.Array:
+        """First row of the tile. The last tile begins early if it would reach past the rows: those that it shares
+        with the tile before it are computed twice, alike."""
+        return jnp.minimum(self.row_tile * BLOCK_M, self.config.rows - self.config.tile_rows)
+
+    @property
+    def rows(self) -> Any:
+        return pl.ds(self.first_row, self.config.tile_rows)
+
+    @property
+    def padded_rows(self) -> Any:
+        return pl.ds(pl.multiple_of(self.row_tile * BLOCK_M, BLOCK_M), BLOCK_M)
+
+    def stage(self, tile_count: jax.Array) -> jax.Array:
+        return lax.rem(tile_count, jnp.int32(self.config.num_stages))
+
+    def p_smem(self, stage):
+        return self.smem.k_rope.at[stage] if self.config.p_in_rope else self.smem.p.at[stage]
+
+    def sequences(self) -> tuple[jax.Array, jax.Array]:
+        """The range of sequences that the part touches."""
+        parts = self.gmem.parts
+        end_seq, end_tile = parts[self.part, 2], parts[self.part, 3]
+        return parts[self.part, 0], jnp.where(end_tile > 0, end_seq + 1, end_seq)
+
+    def piece(self, seq: jax.Array) -> Piece:
+        first_seq, first_tile, end_seq, end_tile = (self.gmem.parts[self.part, i] for i in range(4))
+        seq_len = jnp.maximum(self.gmem.seq_lens[seq], 0)
+        tiles = lax.div(seq_len + (BLOCK_KV - 1), jnp.int32(BLOCK_KV))
+        begin = jnp.where(seq == first_seq, first_tile, 0)
+        end = jnp.where(seq == end_seq, end_tile, tiles)
+        slot = 2 * self.part + (seq != first_seq).astype(jnp.int32)
+        return Piece(seq, seq_len, begin, end, (begin == 0) & (end == tiles), slot)
+
+    def each_piece(self, run: Callable[..., Any], init: Any) -> Any:
+        """Fold `run(piece, carry)` over the part's sequences, the empty ones included."""
+        first, end = self.sequences()
+        return lax.fori_loop(first, end, lambda seq, carry: run(self.piece(seq), carry), init)
+
+
+def _load_wg(cta: Cta) -> None:
+    """Keep the ring of key tiles full, across the sequences."""
+    config = cta.config
+    page_tokens = min(config.page_size, BLOCK_KV)
+
+    def load_tile(piece: Piece, tile, stage):
+        last_page = lax.div(piece.seq_len - 1, jnp.int32(config.page_size))
+        for i in range(config.pages_per_tile):
+            token = tile * BLOCK_KV + i * page_tokens
+            # A page behind the sequence's end is replaced by its last one: entries there may be anything.
+            index = jnp.minimum(lax.div(token, jnp.int32(config.page_size)), last_page)
+            page = cta.gmem.block_table[piece.seq, index]
+            tokens = pl.ds(lax.rem(token, jnp.int32(config.page_size)), page_tokens)
+            into = pl.ds(i * page_tokens, page_tokens)
+            full_bar = cta.bar.k_full.at[stage]
+            for source, ring in (
+                (cta.gmem.latent, cta.smem.kv_latent),
+                (cta.gmem.rope, cta.smem.k_rope),
+            ):
+                plgpu.copy_gmem_to_smem(source.at[page, tokens], ring.at[stage, into], full_bar)
+
+    def run(piece: Piece, count):
+        def load(i, _):
+            stage = cta.stage(count + i)
+            pl.when(count + i >= config.num_stages)(
+                lambda: plgpu.barrier_wait(cta.bar.k_empty.at[stage])
+            )
+            load_tile(piece, piece.end - 1 - i, stage)
+            return ()
+
+        lax.fori_loop(0, piece.tiles, load, ())
+        return count + piece.tiles
+
+    count = cta.each_piece(run, jnp.int32(0))
+    # Await the last releases too: no barrier may have a phase pending when the CTA ends.
+    lax.fori_loop(
+        jnp.maximum(count - config.num_stages, 0),
+        count,
+        lambda i, _: plgpu.barrier_wait(cta.bar.k_empty.at[cta.stage(i)]),
+        None,
+    )
+
+
+def _mma_wg0(cta: Cta) -> None:
+    """Scores, softmax, and the left half of the output."""
+    config, gmem, smem, bar = cta.config, cta.gmem, cta.smem, cta.bar
+    _, end_seq = cta.sequences()
+    dtype = jnp.dtype(config.dtype)
+    left = slice(0, config.d_half)
+
+    def next_live(seq):
+        """The first sequence from `seq` on that has keys (each does at `end_seq`)."""
+        skip = lambda seq: (seq < end_seq) & (gmem.seq_lens[jnp.minimum(seq, end_seq - 1)] <= 0)
+        return lax.while_loop(skip, lambda seq: seq + 1, seq)
+
+    def load_q(seq):
+        @pl.when(seq < end_seq)
+        def _():
+            into = pl.ds(0, config.tile_rows)
+            for source, buffer in ((gmem.q_latent, smem.q_latent), (gmem.q_rope, smem.q_rope)):
+                plgpu.copy_gmem_to_smem(source.at[seq, cta.rows], buffer.at[0, into], bar.q_full)
+
+    load_q(next_live(cta.sequences()[0]))
+
+    def run(piece: Piece, count):
+        # Keys that every row sees; a tile that reaches past them needs the mask.
+        seen_by_all = piece.seq_len - (config.q_len - 1 if config.causal else 0)
+        masked = piece.end - lax.div(jnp.maximum(seen_by_all, 0), jnp.int32(BLOCK_KV))
+        masked = jnp.clip(masked, 0, piece.tiles)
+
+        def tile_step(i, carry, q_rope, *, mask: bool, last: bool = False):
+            acc, softmax = carry
+            stage = cta.stage(count + i)
+            plgpu.barrier_wait(bar.k_full.at[stage])
+            zero = jnp.int32(0) if cta.interpret else opaque_zero(piece.seq_len + i)
+            s = dot(
+                [
+                    (q_rope, smem.k_rope.at[stage].T),
+                    (smem.q_latent.at[zero], smem.kv_latent.at[stage].T),
+                ],
+                (BLOCK_M, BLOCK_KV),
+                interpret=cta.interpret,
+            )
+            if mask:
+                s = _mask(cta, piece, piece.end - 1 - i, s)
+                _zero_dead_tokens(cta, piece, piece.end - 1 - i, stage, left)
+            softmax, p, alpha = softmax.step(s, cta.scale_log2, config.slack)
+            smem.alpha[stage] = alpha
+            plgpu.barrier_arrive(bar.alpha_ready.at[stage])
+            p = p.astype(dtype)
+
+            def publish():
+                cta.p_smem(stage)[...] = p
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(bar.p_ready.at[stage])
+
+            # MEASURED (prototype, H200): issuing the product before P is published, 228 us against 243.
+            acc = add_dot(
+                rescale(acc, alpha, interpret=cta.interpret),
+                p,
+                smem.kv_latent.at[stage, :, left],
+                interpret=cta.interpret,
+                after_issue=publish,
+            )
+            plgpu.barrier_arrive(bar.k_empty.at[stage])
+            return acc, softmax
+
+        def live():
+            plgpu.barrier_wait(bar.q_full)
+            q_rope = plgpu.load(smem.q_rope.at[0], layout=WGMMA)
+            carry = full((BLOCK_M, config.d_half), 0.0, jnp.float32), Softmax.start(BLOCK_M)
+            carry = lax.fori_loop(
+                0, masked, lambda i, c: tile_step(i, c, q_rope, mask=True), carry
+            )
+            acc, softmax = lax.fori_loop(
+                masked, piece.tiles, lambda i, c: tile_step(i, c, q_rope, mask=False), carry
+            )
+            load_q(next_live(piece.seq + 1))
+            inverse, lse2 = softmax.finish()
+            if config.has_sink:
+                sink2 = plgpu.load(gmem.sink.at[cta.padded_rows], layout=WGMMA_ROW) * LOG2E
+                share = 1.0 / (1.0 + jnp.exp2(sink2 - lse2))
+                inverse = jnp.where(piece.whole, inverse * share, inverse)
+            plgpu.barrier_wait(bar.inverse_free)
+            smem.inverse[...] = inverse
+            plgpu.barrier_arrive(bar.inverse_ready)
+            _store(cta, piece, acc * across(inverse, config.d_half), left)
+
+            @pl.when(piece.whole)
+            def _():
+                gmem.lse[piece.seq, cta.padded_rows] = lse2 * LN2
+
+            @pl.when(jnp.logical_not(piece.whole))
+            def _():
+                gmem.partial_lse2[piece.slot, cta.padded_rows] = lse2
+
+        pl.when(piece.tiles > 0)(live)
+        return count + piece.tiles
+
+    cta.each_piece(run, jnp.int32(0))
+    plgpu.barrier_wait(bar.inverse_free)  # mma_wg1's last release
+
+
+def _mma_wg1(cta: Cta) -> None:
+    """The right half of the output; the whole output of sequences without keys."""
+    config, smem, bar = cta.config, cta.smem, cta.bar
+    right = slice(config.d_half, config.d_latent)
+    plgpu.barrier_arrive(bar.inverse_free)
+
+    def run(piece: Piece, count):
+        def step(i, acc):
+            stage = cta.stage(count + i)
+            plgpu.barrier_wait(bar.alpha_ready.at[stage])
+            alpha = plgpu.load(smem.alpha.at[stage], layout=WGMMA_ROW)
+            acc = rescale(acc, alpha, interpret=cta.interpret)
+            plgpu.barrier_wait(bar.p_ready.at[stage])
+            _zero_dead_tokens(cta, piece, piece.end - 1 - i, stage, right)
+            acc = add_dot(
+                acc,
+                cta.p_smem(stage),
+                smem.kv_latent.at[stage, :, right],
+                interpret=cta.interpret,
+            )
+            plgpu.barrier_arrive(bar.k_empty.at[stage])
+            return acc
+
+        def live():
+            acc = full((BLOCK_M, config.d_half), 0.0, jnp.float32)
+            acc = lax.fori_loop(0, piece.tiles, step, acc)
+            plgpu.barrier_wait(bar.inverse_ready)
+            inverse = plgpu.load(smem.inverse, layout=WGMMA_ROW)
+            plgpu.barrier_arrive(bar.inverse_free)
+            _store(cta, piece, acc * across(inverse, config.d_half), right)
+
+        def empty():
+            dtype = jnp.dtype(config.dtype)
+            for cols in (slice(0, config.d_half), right):
+                zeros = full((BLOCK_M, config.d_half), 0.0, dtype)
+                out = cta.gmem.out.at[piece.seq, cta.rows, cols]
+                store_rows(out, zeros, config.tile_rows, interpret=cta.interpret)
+            lse = full((BLOCK_M,), -jnp.inf, jnp.float32)
+            cta.gmem.lse[piece.seq, cta.padded_rows] = lse
+
+        pl.when(piece.tiles > 0)(live)
+        pl.when(piece.tiles == 0)(empty)
+        return count + piece.tiles
+
+    cta.each_piece(run, jnp.int32(0))
+
+
+def _mask(cta: Cta, piece: Piece, tile, s: jax.Array) -> jax.Array:
+    """-inf where a row may not see a key: behind the end, or, causal, behind the row's own token."""
+    config = cta.config
+    iota = lambda dim: plgpu.broadcasted_iota(jnp.int32, s.shape, dim, layout=WGMMA)
+    limit = piece.seq_len - tile * BLOCK_KV
+    if config.causal and config.q_len > 1:
+        query = lax.div(iota(0) + cta.first_row, jnp.int32(config.num_heads))
+        limit = limit - (config.q_len - 1) + query
+    return jnp.where(iota(1) < limit, s, -jnp.inf)
+
+
+def _zero_dead_tokens(cta: Cta, piece: Piece, tile, stage, cols: slice) -> None:
+    """Zero the rows of V behind the sequence's end: what lies there may be NaN, and 0 x NaN is NaN."""
+    live = piece.seq_len - tile * BLOCK_KV
+
+    @pl.when(live < BLOCK_KV)
+    def _():
+        step = min(64, cta.config.d_half)
+        for col in range(cols.start, cols.stop, step):
+            ref = cta.smem.kv_latent.at[stage, :, col : col + step]
+            values = plgpu.load(ref, layout=WGMMA)
+            row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=WGMMA)
+            ref[...] = jnp.where(row < live, values, jnp.zeros_like(values))
+        plgpu.commit_smem()
+
+
+def _store(cta: Cta, piece: Piece, out: jax.Array, cols: slice) -> None:
+    """Store a normalised half: final for a whole sequence, else partial, in float32."""
+    config = cta.config
+
+    @pl.when(piece.whole)
+    def _():
+        ref = cta.gmem.out.at[piece.seq, cta.rows, cols]
+        store_rows(
+            ref, out.astype(jnp.dtype(config.dtype)), config.tile_rows, interpret=cta.interpret
+        )
+
+    @pl.when(jnp.logical_not(piece.whole))
+    def _():
+        cta.gmem.partial[piece.slot, cta.padded_rows, cols] = out
+
+
+ROLES = (_mma_wg0, _mma_wg1, _load_wg)
+
+
+def decode(config: Config, inputs: dict[str, jax.Array], scale: float, interpret: Any = None):
+    """Launch the kernel: `(out, lse, partial, partial_lse2)`, natural-log `lse`; rows beyond a
+    sequence's are undefined in `lse` and the partial results, as are partials of whole sequences."""
+    batch = inputs["q_latent"].shape[0]
+    num_parts = inputs["parts"].shape[0]
+    padded = config.row_tiles * BLOCK_M
+    f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    outputs = {
+        "out": jax.ShapeDtypeStruct((batch, config.rows, config.d_latent), jnp.dtype(config.dtype)),
+        "lse": f32(batch, padded),
+        "partial": f32(2 * num_parts, padded, config.d_latent),
+        "partial_lse2": f32(2 * num_parts, padded),
+    }
+    smem, bars = config.smem(), config.barriers()
+
+    def body(*refs):
+        refs = list(refs)
+        take = lambda names: SimpleNamespace(**{name: refs.pop(0) for name in names})
+        gmem, smem_refs, bar = take([*inputs, *outputs]), take(smem), take(bars)
+        index = lax.axis_index("cta")
+        row_tiles = jnp.int32(config.row_tiles)
+        cta = Cta(
+            config,
+            scale * LOG2E,
+            bool(interpret),
+            gmem,
+            smem_refs,
+            bar,
+            part=lax.div(index, row_tiles),
+            row_tile=lax.rem(index, row_tiles),
+        )
+
+
+        def act(role, registers):
+            action = "increase" if registers > LAUNCH_REGISTERS else "decrease"
+            plgpu.set_max_registers(registers, action=action)
+            role(cta)
+
+        for wg, (role, registers) in enumerate(zip(ROLES, config.registers, strict=True)):
+            pl.when(lax.axis_index("wg") == wg)(functools.partial(act, role, registers))
+
+    launch = plgpu.kernel(
+        body,
+        out_type=tuple(outputs.values()),
+        scratch_types=[*smem.values(), *bars.values()],
+        grid=(num_parts * config.row_tiles,),
+        grid_names=("cta",),
+        num_threads=len(ROLES),
+        thread_name="wg",
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=0,
+        ),
+        kernel_name="mla_decode_dense",
+    )
+    return launch(*inputs.values())

@@ -1,0 +1,28 @@
+"""Register and shared-memory layouts that the kernels share."""
+
+import jax
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+WGMMA = plgpu.Layout.WGMMA
+"""Accumulator of a wgmma: warp w of the warpgroup holds rows 16w .. 16w + 15."""
+
+WGMMA_ROW = WGMMA.reduce(1)
+"""One value per accumulator row."""
+
+
+def tiled(cols: int, itemsize: int) -> tuple[plgpu.Transform, ...]:
+    """Transforms of a `[rows, cols]` tile that TMA writes and wgmma reads: the widest swizzle that fits."""
+    swizzle = min(128, cols * itemsize)
+    return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
+
+
+def across(row_values: jax.Array, cols: int) -> jax.Array:
+    """Repeat one value per row over `cols` columns."""
+    return lax.broadcast_in_dim(row_values, (row_values.shape[0], cols), (0,))
+
+
+def full(shape: tuple[int, ...], value: float, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """A constant in the accumulator's layout (`[rows, cols]`) or one value per row (`[rows]`)."""
+    layout = WGMMA if len(shape) == 2 else WGMMA_ROW
+    return plgpu.layout_cast(jax.numpy.full(shape, value, dtype), layout)

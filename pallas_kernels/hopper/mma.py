@@ -1,0 +1,65 @@
+"""Every wgmma of the kernels goes through here, so that each trick is told once.
+
+On the simulated GPU (`interpret`) the same functions read their operands with ordinary loads and multiply them
+with `jnp.dot`: the simulator then sees, and race-checks, what wgmma reads.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+Operand = Any
+"""A shared-memory ref, or (left operand only) an array in registers."""
+
+
+def opaque_zero(non_negative: jax.Array) -> jax.Array:
+    """0, in a way that the compiler cannot see.
+
+    Indexing a loop-invariant operand by it keeps LLVM from hoisting that operand's wgmma descriptors, some 70
+    of them, out of the loop, where they would not fit the registers.
+    """
+    return lax.shift_right_logical(non_negative, 31)
+
+
+def dot(operands: Sequence[tuple[Operand, Operand]], shape: tuple[int, int], *, interpret: bool,
+        after_issue: Callable[[], None] = lambda: None) -> jax.Array:
+    """Sum of `a @ b` over the operand pairs, float32, waiting for the result.
+
+    A pair with `a` in registers must come first: ptxas serialises the kernel (C7513) if another wgmma is in
+    flight when one starts to read its registers.
+    """
+    if interpret:
+        total = sum(_plain(a, b) for a, b in operands)
+        after_issue()
+        return total
+
+    def issue(acc):
+        for a, b in operands:
+            plgpu.wgmma(acc, a, b)
+        after_issue()
+        return acc[...]
+
+    return pl.run_scoped(issue, plgpu.ACC(shape, jnp.float32))
+
+
+def add_dot(acc: jax.Array, a: Operand, b: Operand, *, interpret: bool,
+            after_issue: Callable[[], None] = lambda: None) -> jax.Array:
+    """`acc + a @ b`, waiting for the result; `after_issue` runs while the tensor cores work."""
+    if interpret:
+        after_issue()
+        return acc + _plain(a, b)
+
+    def issue(acc_ref):
+        plgpu.wgmma(acc_ref, a, b)
+        after_issue()
+
+    return pl.run_state(issue)(plgpu.ACC.init(acc))
+
+
+def _plain(a: Operand, b: Operand) -> jax.Array:
+    return jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)

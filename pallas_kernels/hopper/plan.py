@@ -1,0 +1,65 @@
+"""The division of a decode step's key tiles over the CTAs, by all decode kernels.
+
+Every sequence has its key tiles (64 tokens each). Laid end to end they are one line, cut here into as many
+contiguous parts as there are CTAs to work on them, so that one long sequence is split over many SMs and many short
+ones share one (the idea of stream-K, arXiv:2301.03598, and of FlashMLA's scheduler; here without a sequential loop).
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from pallas_kernels.hopper.device import num_sms
+from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M
+
+# Costs in units of one key tile.
+SEQUENCE_COST = 3
+"""Starting and ending a sequence: loading its queries, filling the pipeline, writing its output."""
+COMBINE_COST = 4
+"""What splitting any sequence at all costs: partial results written, read and merged."""
+MIN_PIECE = 4
+"""No piece of a split sequence is shorter."""
+
+
+def divide(seq_lens: Int[Array, " b"], *, rows: int) -> Int[Array, "parts 6"]:
+    """Divide a step of `rows` folded (query, head) rows per sequence over the SMs.
+
+    Row `p` is `(seq, tile, end_seq, end_tile, head, merge)`. Part `p` starts at key tile `tile` of sequence `seq` and
+    ends before tile `end_tile` of sequence `end_seq`; sequence `seq` itself starts in part `head`, which is `p` unless
+    it was split. The column `merge` lists, apart from the rows that it stands in, the parts in which a split sequence
+    ends, then -1.
+    """
+    num_parts = max(1, num_sms() // -(-rows // BLOCK_M))
+    tiles = -(-jnp.maximum(seq_lens, 0) // BLOCK_KV)
+    batch = tiles.shape[0]
+    end = jnp.cumsum(tiles + SEQUENCE_COST)
+    begin = end - tiles - SEQUENCE_COST
+    share = jnp.maximum(-(-end[-1] // num_parts), SEQUENCE_COST + MIN_PIECE)
+    goal = jnp.minimum(jnp.arange(num_parts + 1) * share, end[-1])
+    seq = jnp.searchsorted(end, goal, side="right")
+    # One more, empty, sequence: the cuts behind the last one fall on its start.
+    begin = jnp.append(begin, end[-1])
+    tiles = jnp.append(tiles, 0)
+
+    def cut(at_end, tile):
+        return jnp.where(at_end, seq + 1, seq), jnp.where(at_end, 0, tile)
+
+    def longest(cut_seq, cut_tile):
+        """Cost of the longest part; a part that starts inside a sequence pays for starting it again."""
+        cost = begin[cut_seq] + jnp.where(cut_tile > 0, SEQUENCE_COST + cut_tile, 0)
+        return jnp.max(jnp.diff(cost) + jnp.where(cut_tile[:-1] > 0, SEQUENCE_COST, 0))
+
+    tile = jnp.clip(goal - begin[seq] - SEQUENCE_COST, 0, tiles[seq])
+    rest = tiles[seq] - tile
+    whole = cut(tile > rest, 0)
+    split = cut((rest < MIN_PIECE) & (tile >= MIN_PIECE), jnp.where(tile < MIN_PIECE, 0, tile))
+    keep_whole = longest(*whole) <= longest(*split) + COMBINE_COST
+    cut_seq, cut_tile = (jnp.where(keep_whole, w, s) for w, s in zip(whole, split, strict=True))
+
+    # The last part that begins at or before a sequence's first tile holds that tile.
+    order = 2 * cut_seq[:-1] + (cut_tile[:-1] > 0)
+    head = jnp.searchsorted(order, 2 * cut_seq[:-1], side="right") - 1
+    head = jnp.where(cut_seq[:-1] < batch, head, jnp.arange(num_parts))
+    ends_split = (cut_tile[:-1] > 0) & (cut_seq[1:] > cut_seq[:-1])
+    (merge,) = jnp.nonzero(ends_split, size=num_parts, fill_value=-1)
+    parts = [cut_seq[:-1], cut_tile[:-1], cut_seq[1:], cut_tile[1:], head, merge]
+    return jnp.stack(parts, axis=1).astype(jnp.int32)
