@@ -84,7 +84,7 @@ def sparse(q_latent, q_rope, latent, rope, indices, *, scale, lengths=None, attn
 
 
 def prefill(q, k, v, *, scale, causal=True, q_lens=None, kv_lens=None, d_out=None, d_lse=None):
-    """`mla_prefill`: out, lse; and with cotangents the gradients of q, k, v as well."""
+    """`mla_prefill`: out, lse, and with cotangents the gradients of q, k and v (else zeros)."""
     q, k, v = (np.asarray(x).astype(np.float64) for x in (q, k, v))
     (b, t, h, _), n = q.shape, k.shape[1]
     q_lens = np.full(b, t) if q_lens is None else np.asarray(q_lens)
@@ -108,7 +108,7 @@ def prefill(q, k, v, *, scale, causal=True, q_lens=None, kv_lens=None, d_out=Non
             parts = (d_score @ k_i, d_score.mT @ q_i, p.mT @ d_out_i)
             for grad, live, part in zip(grads, (rows, keys, keys), parts, strict=True):
                 grad[i, live] = part.swapaxes(0, 1)
-    return (out, lse) if d_out is None else (out, lse, grads)
+    return out, lse, grads
 
 
 def ds_mla_scale(amax):

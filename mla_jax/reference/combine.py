@@ -2,12 +2,15 @@
 
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
 from mla_jax.reference.online_softmax import finite_or_zero
 
 
-def merge_states(outs, lses):
-    """See `mla_jax.merge_states`; `outs [n, *rows, d]`, `lses [n, *rows]`."""
+def merge_states(
+    outs: Float[Array, "n *rows d"], lses: Float[Array, "n ..."]
+) -> tuple[Float[Array, "*rows d"], Float[Array, "..."]]:
+    """See `mla_jax.merge_states`; here `lses` has the axes of `outs`."""
     lses = lses.astype(jnp.float32)
     shift = finite_or_zero(lax.stop_gradient(jnp.max(lses, axis=0)))
     weights = jnp.exp(lses - shift)

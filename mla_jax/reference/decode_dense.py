@@ -4,9 +4,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
-from mla_jax.cache import slots_of
-from mla_jax.reference.latent_attention import attend
+from mla_jax.cache import LatentCache, slots_of
+from mla_jax.plan import DecodePlan
+from mla_jax.reference.latent_attention import Scale, attend
 from mla_jax.reference.online_softmax import apply_sink, finish
 
 CHUNK = 256
@@ -15,18 +17,18 @@ CHUNK = 256
 
 @functools.partial(jax.jit, static_argnames=("causal", "return_lse"))
 def mla_decode(
-    q_latent,
-    q_rope,
-    cache,
-    block_table,
-    seq_lens,
+    q_latent: Float[Array, "b s_q h_q c"],
+    q_rope: Float[Array, "b s_q h_q r"],
+    cache: LatentCache,
+    block_table: Int[Array, "b max_pages"],
+    seq_lens: Int[Array, " b"],
     *,
-    scale,
-    causal,
-    attn_sink,
-    plan,
-    return_lse,
-):
+    scale: Scale,
+    causal: bool,
+    attn_sink: Float[Array, " h_q"] | None,
+    plan: DecodePlan | None,
+    return_lse: bool,
+) -> Float[Array, "b s_q h_q c"] | tuple[Float[Array, "b s_q h_q c"], Float[Array, "b h_q s_q"]]:
     """See `mla_jax.mla_decode`. The number of steps follows the longest sequence."""
     del plan  # The loop below needs no division of work.
     s_q = q_latent.shape[1]

@@ -19,6 +19,8 @@ from mla_jax.manual_axes import vary_like
 from mla_jax.reference import online_softmax
 from mla_jax.reference.online_softmax import dot
 
+type Scale = float | Float[Array, ""]
+
 SPARSE_CHUNK = 64
 """Selected tokens per step: each query has its own, so a chunk is about as large as the queries."""
 
@@ -30,7 +32,7 @@ def attend(
     select: Callable[[Int[Array, ""]], tuple[Int[Array, "n k"], Bool[Array, "n _ k"]]],
     num_chunks: int | Int[Array, ""],
     *,
-    scale: float | Float[Array, ""],
+    scale: Scale,
 ) -> online_softmax.State:
     """Attend to `num_chunks` chunks of tokens.
 
@@ -57,7 +59,7 @@ def attend_selected(
     slots: Int[Array, "n k"],
     lengths: Int[Array, " n"] | None,
     *,
-    scale: float | Float[Array, ""],
+    scale: Scale,
 ) -> online_softmax.State:
     """Attend from query `n` to the first `lengths[n]` of `slots[n]`; -1 is no token."""
     k = slots.shape[1]

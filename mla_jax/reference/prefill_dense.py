@@ -15,6 +15,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Int
 
 from mla_jax.manual_axes import vary_like
 from mla_jax.reference import online_softmax
@@ -25,7 +26,17 @@ CHUNK = 128
 
 
 @functools.partial(jax.jit, static_argnames=("causal", "return_lse"))
-def mla_prefill(q, k, v, *, scale, causal, q_lens, kv_lens, return_lse):
+def mla_prefill(
+    q: Float[Array, "b t h d"],
+    k: Float[Array, "b n h d"],
+    v: Float[Array, "b n h d_v"],
+    *,
+    scale: float | Float[Array, ""],
+    causal: bool,
+    q_lens: Int[Array, " b"] | None,
+    kv_lens: Int[Array, " b"] | None,
+    return_lse: bool,
+) -> Float[Array, "b t h d_v"] | tuple[Float[Array, "b t h d_v"], Float[Array, "b h t"]]:
     """See `mla_jax.mla_prefill`."""
     (b, t), n = q.shape[:2], k.shape[1]
     q_lens = jnp.full(b, t, jnp.int32) if q_lens is None else jnp.clip(q_lens, 0, t)
