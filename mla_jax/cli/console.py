@@ -139,12 +139,10 @@ def working(what: str) -> Iterator[Callable[[], None]]:
 
 def human_bytes(size: int) -> str:
     """`size` in binary units with three digits: 656 B, 40.5 KiB, 1.21 GiB."""
-    if size < 1024:
-        return f"{size} B"
-    value, units = float(size), iter(("KiB", "MiB", "GiB", "TiB", "PiB"))
-    unit = "B"
-    while value >= 1024:
-        value /= 1024
-        unit = next(units, unit)
-    digits = 2 if value < 10 else 1 if value < 100 else 0
+    value, unit = float(size), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    digits = 0 if unit == "B" or value >= 100 else 1 if value >= 10 else 2
     return f"{value:.{digits}f} {unit}"
