@@ -9,14 +9,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from mla_jax.cache import LatentCache, init_cache
+from mla_jax.checks import FLOATS, check_array, check_integer
 from mla_jax.config import MLAConfig
 from mla_jax.nn import MLP, MoE, MultiHeadLatentAttention
 from mla_jax.ops import Implementation, mla_decode, mla_prefill
 from mla_jax.plan import plan_decode
+from pallas_kernels.formats import unscaled_format
 
 Caches = tuple[LatentCache, ...]
-
-_FORMAT_OF_DTYPE = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
 class DecoderLayer(nnx.Module):
@@ -102,9 +102,8 @@ class DeepseekModel(nnx.Module):
           decode_fn: attention in absorbed form, called as `mla_jax.mla_decode`.
         """
         dtype = jnp.dtype(config.dtype if dtype is None else dtype)
-        if dtype.name not in _FORMAT_OF_DTYPE:
-            names = ", ".join(_FORMAT_OF_DTYPE)
-            raise TypeError(f"`dtype` is {dtype.name}: must be one of {names}")
+        if dtype.name not in FLOATS:
+            raise TypeError(f"`dtype` is {dtype.name}: must be one of {', '.join(FLOATS)}")
         kwargs = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
         self.config = config
         self.dtype = dtype
@@ -129,7 +128,7 @@ class DeepseekModel(nnx.Module):
         """Logits of whole sequences, without a cache.
 
         Args:
-          input_ids: int32 token ids, right-padded; an id outside the vocabulary gives NaN.
+          input_ids: int32 token ids, right-padded; an id past the vocabulary gives NaN.
           lengths: int32 tokens of each sequence; None means all `t`. Logits past them are
             meaningless.
           implementation: as in `mla_jax.mla_prefill`.
@@ -137,7 +136,7 @@ class DeepseekModel(nnx.Module):
         Returns:
           float32 logits: those at `[:, i]` are for the token after `input_ids[:, i]`.
         """
-        x = self.embed(input_ids)
+        x = self._embed(input_ids)
         for layer in self.layers:
             x = layer(x, lengths=lengths, implementation=implementation)
         return self.logits(x)
@@ -163,9 +162,9 @@ class DeepseekModel(nnx.Module):
             Where it is 0 the sequence does not change, and its logits are meaningless.
           implementation: as in `mla_jax.mla_prefill`.
         """
+        x, new_caches = self._embed(input_ids), []
         b, t = input_ids.shape
         lengths = jnp.full(b, t, jnp.int32) if lengths is None else lengths
-        x, new_caches = self.embed(input_ids), []
         for layer, cache in zip(self.layers, caches, strict=True):
             x, cache = layer.prefill(
                 x, cache, block_table, seq_lens, lengths=lengths, implementation=implementation
@@ -193,13 +192,13 @@ class DeepseekModel(nnx.Module):
             batch that is not in use.
           implementation: as in `mla_jax.mla_decode`.
         """
+        x, new_caches = self._embed(input_ids), []
         plan = plan_decode(
             seq_lens,
             num_heads=self.config.num_heads,
             q_len=input_ids.shape[1],
             page_size=caches[0].page_size,
         )
-        x, new_caches = self.embed(input_ids), []
         for layer, cache in zip(self.layers, caches, strict=True):
             x, cache = layer.decode(
                 x, cache, block_table, seq_lens, plan=plan, implementation=implementation
@@ -214,6 +213,11 @@ class DeepseekModel(nnx.Module):
         )
         return jnp.dot(self.norm(x), head, preferred_element_type=jnp.float32)
 
+    def _embed(self, input_ids: Int[Array, "b t"]) -> Float[Array, "b t d_model"]:
+        check_array("input_ids", input_ids, "b t")
+        check_integer("input_ids", input_ids)
+        return self.embed(input_ids)
+
     def init_caches(
         self, num_pages: int, *, page_size: int = 64, cache_format: str | None = None
     ) -> Caches:
@@ -224,7 +228,7 @@ class DeepseekModel(nnx.Module):
             page_size=page_size,
             kv_lora_rank=self.config.d_latent,
             rope_dim=self.config.d_rope,
-            format=cache_format or _FORMAT_OF_DTYPE[self.dtype.name],
+            format=cache_format or unscaled_format(self.dtype.name).name,
         )
         return tuple(make() for _ in self.layers)
 

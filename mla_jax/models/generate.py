@@ -35,7 +35,7 @@ def generate(
     seed: int = 0,
     eos_id: int | None = None,
     implementation: Implementation = None,
-    prefill_chunk: int = 512,
+    prefill_chunk: int = 2048,
 ) -> Int[Array, "b max_new_tokens"]:
     """Continues prompts: `stream`, which see for the arguments, collected.
 
@@ -76,7 +76,7 @@ def stream(
     seed: int = 0,
     eos_id: int | None = None,
     implementation: Implementation = None,
-    prefill_chunk: int = 512,
+    prefill_chunk: int = 2048,
 ) -> Iterator[Int[Array, " b"]]:
     """Continues prompts, one token per sequence at a time.
 
@@ -96,8 +96,8 @@ def stream(
         stream.
       implementation: as in `mla_jax.mla_decode`, for the steps. Prompts are taken in with it too
         if it is there for `mla_jax.mla_prefill`, otherwise with the best that is.
-      prefill_chunk: prompt tokens of each sequence that are taken in at a time; bounds the memory
-        that long prompts need.
+      prefill_chunk: prompt tokens, of all sequences together, that are taken in at a time; bounds
+        the memory that long prompts need.
 
     Yields:
       int32 `[B]`, the next token of each sequence.
@@ -113,6 +113,10 @@ def stream(
         raise ValueError(f"`temperature` is {temperature}: must be at least 0, and finite")
     if not 0 < top_p <= 1:
         raise ValueError(f"`top_p` is {top_p}: must be above 0 and at most 1")
+    if eos_id is not None and not 0 <= eos_id < model.config.vocab_size:
+        raise ValueError(
+            f"`eos_id` is {eos_id}: must lie in the vocabulary, 0 to {model.config.vocab_size - 1}"
+        )
     longest = max(map(len, ids)) + max_new_tokens
     if longest > model.config.max_positions:
         raise ValueError(
@@ -172,7 +176,7 @@ def _run(
     # All but the last token of a prompt, which the first step takes in as every step takes in one.
     prompt_lens = np.array([len(row) for row in ids], np.int32)
     longest = int(prompt_lens.max()) - 1
-    chunk = min(prefill_chunk, max(_MIN_CHUNK, _next_power_of_two(longest)))
+    chunk = min(max(prefill_chunk // len(ids), 1), max(_MIN_CHUNK, _next_power_of_two(longest)))
     for start in range(0, longest, chunk):
         seq_lens = np.minimum(prompt_lens - 1, start + chunk)
         lengths = np.maximum(seq_lens - start, 0)
@@ -252,7 +256,9 @@ def _choose(
 
 
 def _check_prompts(prompts: Prompts, vocab_size: int) -> list[np.ndarray]:
-    ids = [np.asarray(row) for row in prompts]
+    # One transfer for an array of prompts, not one for each row.
+    rows = prompts if isinstance(prompts, list | tuple) else np.asarray(prompts)
+    ids = [np.asarray(row) for row in rows]
     if not ids:
         raise ValueError("`prompts` is empty: must hold at least one prompt")
     for i, row in enumerate(ids):

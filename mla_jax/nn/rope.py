@@ -23,6 +23,6 @@ def apply_rope(
     in_axis, out_axis = pair_axis[config.rope_pairs], pair_axis[config.rope_order]
     pairs_shape = (-1, 2) if in_axis == -1 else (2, config.d_rope // 2)
     pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], *pairs_shape)
-    first, second = jnp.take(pairs, 0, axis=in_axis), jnp.take(pairs, 1, axis=in_axis)
+    first, second = jnp.unstack(pairs, axis=in_axis)
     turned = (first * cos - second * sin, second * cos + first * sin)
     return jnp.stack(turned, axis=out_axis).reshape(x.shape).astype(x.dtype)

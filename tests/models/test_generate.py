@@ -4,6 +4,8 @@ import functools
 import re
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,6 @@ from flax import nnx
 
 import mla_jax
 from mla_jax import models
-from mla_jax.config import MLAConfig
 from mla_jax.models.generate import _choose, _programs
 from tests.models import reference_model
 from tests.models.checkpoints import GOLDEN, V3, random_tensors, tiny_config, write
@@ -60,7 +61,7 @@ def test_each_prompt_alone_gives_the_same(model, greedy):
     np.testing.assert_array_equal(generate(model, np.array([PROMPTS[0]])), greedy[:1])
 
 
-@pytest.mark.parametrize("prefill_chunk", [1, 5])
+@pytest.mark.parametrize("prefill_chunk", [1, 10])
 def test_prefill_in_chunks(model, greedy, prefill_chunk):
     np.testing.assert_array_equal(generate(model, prefill_chunk=prefill_chunk), greedy)
 
@@ -87,7 +88,7 @@ def test_eos_fills_the_row_and_ends_the_stream(model, greedy):
             row[ends[0] :] = eos
     np.testing.assert_array_equal(generate(model, eos_id=eos), expected)
 
-    steps = list(models.stream(model, PROMPTS[:1], max_new_tokens=100, page_size=4, eos_id=eos))
+    steps = list(models.stream(model, PROMPTS[:1], max_new_tokens=20, page_size=4, eos_id=eos))
     assert [int(step[0]) for step in steps] == expected[0, : len(steps)].tolist()
     assert int(steps[-1][0]) == eos and eos not in [int(step[0]) for step in steps[:-1]]
     padded = generate(model, PROMPTS[:1], max_new_tokens=20, eos_id=eos)[0]
@@ -133,15 +134,13 @@ def count_traces(calls, function):
     return counted
 
 
-def test_one_compilation_serves_every_step_and_similar_prompts():
+def test_one_compilation_serves_every_step_and_similar_prompts(model):
     """Neither a page boundary, nor other prompts of about that length, traces anything again."""
     calls = []
-    model = models.DeepseekModel(
-        MLAConfig.from_dict(CONFIG),
-        rngs=nnx.Rngs(0),
-        prefill_fn=count_traces(calls, mla_jax.mla_prefill),
-        decode_fn=count_traces(calls, mla_jax.mla_decode),
-    )
+    model = nnx.clone(model)
+    for layer in model.layers:
+        layer.attention.prefill_fn = count_traces(calls, mla_jax.mla_prefill)
+        layer.attention.decode_fn = count_traces(calls, mla_jax.mla_decode)
     generate(model, max_new_tokens=30)
     layers = CONFIG["num_hidden_layers"]
     # A prefill attends once to the chunk and once, in the body of a loop, to the prefix.
@@ -208,12 +207,30 @@ def test_pages_are_handed_out_as_sequences_grow():
         pages.grow(np.array([9, 9]))
 
 
+@hypothesis.given(
+    page_size=st.integers(1, 5),
+    growth=st.lists(st.tuples(*[st.integers(0, 7)] * 3), max_size=6),
+)
+def test_no_page_belongs_to_two_sequences(page_size, growth):
+    lens = np.zeros(3, int)
+    pages = models.PageTable(3, num_pages=3 * 42, page_size=page_size, max_pages=42)
+    table = np.asarray(pages.on_device())
+    for new in growth:
+        lens += new
+        pages.grow(lens)
+        before, table = table, np.asarray(pages.on_device())
+        np.testing.assert_array_equal(table[before >= 0], before[before >= 0])
+        np.testing.assert_array_equal((table >= 0).sum(1), -(-lens // page_size))
+        used = table[table >= 0].tolist()
+        assert len(set(used)) == len(used) == pages.num_used
+
+
 @pytest.mark.parametrize(
     ("prompts", "kwargs", "error", "message"),
     [
         ([], {}, ValueError, "`prompts` is empty: must hold at least one prompt"),
         ([[1], []], {}, ValueError, "`prompts[1]` has shape (0,): must be [T] with T >= 1"),
-        ([1, 2], {}, ValueError, "`prompts[0]` has shape (): must be [T] with T >= 1"),
+        (np.ones(2), {}, ValueError, "`prompts[0]` has shape (): must be [T] with T >= 1"),
         ([[0.5]], {}, TypeError, "`prompts[0]` is float64: must be integer token ids"),
         (
             [[3, 64]],
@@ -229,6 +246,7 @@ def test_pages_are_handed_out_as_sequences_grow():
             ValueError,
             "`temperature` is -1.0: must be at least 0, and finite",
         ),
+        ([[1]], {"eos_id": 64}, ValueError, "`eos_id` is 64: must lie in the vocabulary, 0 to 63"),
         ([[1]], {"top_p": 0.0}, ValueError, "`top_p` is 0.0: must be above 0 and at most 1"),
         (
             [[1]],

@@ -18,6 +18,16 @@ CONFIG = MLAConfig.from_dict(tiny_config(V3, q_lora_rank=16))
 B, T, PAGE = 2, 12, 4
 
 
+prefill = nnx.jit(lambda layer, *args, **kwargs: layer.prefill(*args, **kwargs))
+decode = nnx.jit(lambda layer, *args, **kwargs: layer.decode(*args, **kwargs))
+
+
+@pytest.fixture(autouse=True)
+def short_pieces(monkeypatch):
+    """The prefix is expanded in pieces of two pages: several of them, and the last not whole."""
+    monkeypatch.setattr("mla_jax.nn.mla._PREFIX_CHUNK", 2 * PAGE * B)
+
+
 @pytest.fixture(scope="module")
 def layer():
     return MultiHeadLatentAttention(CONFIG, rngs=nnx.Rngs(0))
@@ -51,21 +61,19 @@ def lens(*values):
 def test_decode_of_several_tokens(layer, x, whole, new):
     """A speculative step of `new` tokens sees what as many single steps see."""
     start = T - new
-    _, cache = layer.prefill(x[:, :start], empty_cache(), TABLE, lens(start, start))
+    _, cache = prefill(layer, x[:, :start], empty_cache(), TABLE, lens(start, start))
     plan = mla_jax.plan_decode(lens(T, T), num_heads=3, q_len=new, page_size=PAGE)
-    out, _ = layer.decode(x[:, start:], cache, TABLE, lens(T, T), plan=plan)
+    out, _ = decode(layer, x[:, start:], cache, TABLE, lens(T, T), plan=plan)
     np.testing.assert_allclose(out, whole[:, start:], atol=tolerances.LAYER_ATOL, rtol=0)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, T])
-def test_prefill_in_chunks(layer, x, whole, chunk, monkeypatch):
-    """Also where the prefix is expanded in several pieces, and the table is no whole number of."""
-    monkeypatch.setattr("mla_jax.nn.mla._PREFIX_CHUNK", 2 * PAGE)
+def test_prefill_in_chunks(layer, x, whole, chunk):
     cache, outs = empty_cache(), []
     for start in range(0, T, chunk):
         part = x[:, start : start + chunk]
         end = start + part.shape[1]
-        out, cache = layer.prefill(part, cache, TABLE, lens(end, end))
+        out, cache = prefill(layer, part, cache, TABLE, lens(end, end))
         outs.append(out)
     np.testing.assert_allclose(
         jnp.concatenate(outs, axis=1), whole, atol=tolerances.LAYER_ATOL, rtol=0
@@ -75,10 +83,10 @@ def test_prefill_in_chunks(layer, x, whole, chunk, monkeypatch):
 def test_rows_that_are_not_in_use(layer, x, whole):
     """A length of 0 writes nothing, gives no NaN, and does not disturb the others."""
     table = TABLE.at[1].set(-1)
-    out, cache = layer.prefill(x[:, :5], empty_cache(), table, lens(5, 0), lengths=lens(5, 0))
+    out, cache = prefill(layer, x[:, :5], empty_cache(), table, lens(5, 0), lengths=lens(5, 0))
     assert np.isfinite(out).all()
     np.testing.assert_allclose(out[0], whole[0, :5], atol=tolerances.LAYER_ATOL, rtol=0)
-    out, cache = layer.decode(x[:, 5:6], cache, table, lens(6, 0))
+    out, cache = decode(layer, x[:, 5:6], cache, table, lens(6, 0))
     assert np.isfinite(out).all()
     np.testing.assert_allclose(out[0], whole[0, 5:6], atol=tolerances.LAYER_ATOL, rtol=0)
     written = np.isfinite(np.asarray(cache.latent)).all(-1)
@@ -93,7 +101,7 @@ def test_padding_of_whole_sequences(layer, x, whole):
 
 
 def test_a_token_beyond_the_table_is_dropped(layer, x):
-    _, cache = layer.decode(x[:, :1], empty_cache(), TABLE, lens(3 * PAGE + 1, 0))
+    _, cache = decode(layer, x[:, :1], empty_cache(), TABLE, lens(3 * PAGE + 1, 0))
     assert np.isnan(np.asarray(cache.latent)).all()
 
 
