@@ -85,6 +85,7 @@ def load(
 
     Raises:
       FileNotFoundError: no such directory, or a file is missing.
+      TypeError: `dtype` is not a dtype of models.
       ValueError: the config is incomplete, a file is damaged, or tensors are missing, unknown or of
         the wrong shape; one message names them all.
       NotImplementedError: another architecture or quantisation.
@@ -299,7 +300,10 @@ def _read_headers(checkpoint_dir: Path) -> dict[str, _Tensor]:
     """All tensors of the checkpoint, by name."""
     index = checkpoint_dir / _INDEX
     if index.is_file():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index}: must be a JSON object with a `weight_map`") from error
     else:
         names = {"model.safetensors"}
     missing = sorted(name for name in names if not (checkpoint_dir / name).is_file())
@@ -313,13 +317,19 @@ def _read_headers(checkpoint_dir: Path) -> dict[str, _Tensor]:
 
 
 def _read_header(file: Path) -> dict[str, _Tensor]:
-    """The tensors of one safetensors file: a length, a JSON header, then the data."""
+    """The tensors of one safetensors file: a length, a JSON header, then the data.
+
+    Read here because the safetensors package has no numpy arrays of fp8.
+    """
     size = file.stat().st_size
     with file.open("rb") as stream:
         data_start = 8 + int.from_bytes(stream.read(8), "little")
-        if not 8 < data_start <= size:
-            raise ValueError(f"{file}: not a safetensors file; if it is a Git LFS pointer, pull it")
-        header = json.loads(stream.read(data_start - 8))
+        try:
+            header = json.loads(stream.read(data_start - 8) if data_start <= size else b"")
+        except ValueError as error:
+            raise ValueError(
+                f"{file}: not a safetensors file; if it is a Git LFS pointer, pull it"
+            ) from error
     header.pop("__metadata__", None)
     tensors = {}
     for name, entry in header.items():

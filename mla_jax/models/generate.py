@@ -205,7 +205,6 @@ def _run(
 @functools.lru_cache(maxsize=16)
 def _programs(graphdef: nnx.GraphDef, treedef: Any, implementation: Any) -> tuple[Any, Any]:
     """The jitted `prefill` and `step` of a model; parameters are arguments of both."""
-
     named = (implementation,) if isinstance(implementation, str) else implementation or ()
     prefill_implementation = (*named, *dispatch.IMPLEMENTATIONS)
 

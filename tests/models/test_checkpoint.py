@@ -162,12 +162,22 @@ def test_damaged_files(tmp_path, tensors):
     file.write_bytes(whole[:-100])
     with pytest.raises(ValueError, match=r"\.weight reaches past the end of the file; download"):
         models.load(path)
-    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-    with pytest.raises(ValueError, match="not a safetensors file; if it is a Git LFS pointer"):
-        models.load(path)
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    for content in (pointer, b"", (5).to_bytes(8, "little") + b"\xff" * 50):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"not a safetensors file; if it is a Git LFS poin"):
+            models.load(path)
     file.write_bytes(whole)
     (path / "config.json").write_text(json.dumps(SMALL | {"model_type": "deepseek_v32"}))
     with pytest.raises(NotImplementedError, match="its sparse-attention indexer"):
+        models.load(path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 1}'])
+def test_damaged_index(tmp_path, tensors, content):
+    path = write(tmp_path / "model", SMALL, tensors)
+    (path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match=r"index\.json: must be a JSON object with a `weight_map`"):
         models.load(path)
 
 
