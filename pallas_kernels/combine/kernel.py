@@ -97,7 +97,8 @@ def merge(
             lse2 = jnp.where(empty, -jnp.inf, m + jnp.log2(jnp.where(empty, 1.0, l)))
             factor = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, l))
             if sink is not None:
-                factor = factor / (1.0 + jnp.exp2(gmem.sink[slot_row] * LOG2E - lse2))
+                shared = factor / (1.0 + jnp.exp2(gmem.sink[slot_row] * LOG2E - lse2))
+                factor = jnp.where(empty, 0.0, shared)
             gmem.out[seq, row] = (acc * factor).astype(out.dtype)
             gmem.lse[seq, slot_row] = lse2 * LN2
             return item + workers

@@ -52,6 +52,11 @@ class Config:
         return min(self.rows, BLOCK_M)
 
     @property
+    def q_tile_rows(self) -> int:
+        """`tile_rows` in whole swizzle atoms of 8 rows, as TMA loads them; the entry pads to that."""
+        return -(-self.tile_rows // 8) * 8
+
+    @property
     def d_half(self) -> int:
         """Output columns of one math warpgroup."""
         return self.d_latent // 2

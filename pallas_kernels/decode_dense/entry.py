@@ -48,7 +48,12 @@ def launch(
     if refusal := config.refusal():
         raise Unsupported(refusal)
     batch = q_latent.shape[0]
-    fold = lambda q: q.reshape(batch, config.rows, q.shape[-1])
+    missing = config.q_tile_rows - config.tile_rows
+
+    def fold(q):
+        q = q.reshape(batch, config.rows, q.shape[-1])
+        return jnp.pad(q, ((0, 0), (0, missing), (0, 0))) if missing else q
+
     inputs = {
         "q_latent": fold(q_latent),
         "q_rope": fold(q_rope),

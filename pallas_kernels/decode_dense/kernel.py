@@ -198,9 +198,9 @@ def _mma_wg0(cta: Cta) -> None:
     def load_q(seq):
         @pl.when(seq < end_seq)
         def _():
-            into = pl.ds(0, config.tile_rows)
+            rows, into = pl.ds(cta.first_row, config.q_tile_rows), pl.ds(0, config.q_tile_rows)
             for source, buffer in ((gmem.q_latent, smem.q_latent), (gmem.q_rope, smem.q_rope)):
-                plgpu.copy_gmem_to_smem(source.at[seq, cta.rows], buffer.at[0, into], bar.q_full)
+                plgpu.copy_gmem_to_smem(source.at[seq, rows], buffer.at[0, into], bar.q_full)
 
     load_q(next_live(cta.sequences()[0]))
 
@@ -260,9 +260,9 @@ def _mma_wg0(cta: Cta) -> None:
             load_q(next_live(piece.seq + 1))
             inverse, lse2 = softmax.finish()
             if config.has_sink:
-                sink2 = plgpu.load(gmem.sink.at[cta.padded_rows], layout=WGMMA_ROW) * LOG2E
-                share = 1.0 / (1.0 + jnp.exp2(sink2 - lse2))
-                inverse = jnp.where(piece.whole, inverse * share, inverse)
+                inverse = lax.cond(
+                    piece.whole, lambda: _with_sink(cta, inverse, lse2), lambda: inverse
+                )
             plgpu.barrier_wait(bar.inverse_free)
             smem.inverse[...] = inverse
             plgpu.barrier_arrive(bar.inverse_ready)
@@ -356,6 +356,13 @@ def _zero_dead_tokens(cta: Cta, piece: Piece, tile, stage, cols: slice) -> None:
         plgpu.commit_smem()
 
 
+def _with_sink(cta: Cta, inverse: jax.Array, lse2: jax.Array) -> jax.Array:
+    """`inverse` with the sink's share taken off; 0 stays for rows without keys."""
+    sink = plgpu.load(cta.gmem.sink.at[cta.padded_rows], layout=WGMMA_ROW, optimized=False)
+    shared = inverse / (1.0 + jnp.exp2(sink * LOG2E - lse2))
+    return jnp.where(lse2 == -jnp.inf, 0.0, shared)
+
+
 def _store(cta: Cta, piece: Piece, out: jax.Array, cols: slice) -> None:
     """Store a normalised half: final for a whole sequence, else partial, in float32."""
     config = cta.config
@@ -394,24 +401,15 @@ def decode(config: Config, inputs: dict[str, jax.Array], scale: float, interpret
         refs = list(refs)
         take = lambda names: SimpleNamespace(**{name: refs.pop(0) for name in names})
         gmem, smem_refs, bar = take([*inputs, *outputs]), take(smem), take(bars)
-        index = lax.axis_index("cta")
-        row_tiles = jnp.int32(config.row_tiles)
-        cta = Cta(
-            config,
-            scale * LOG2E,
-            bool(interpret),
-            gmem,
-            smem_refs,
-            bar,
-            part=lax.div(index, row_tiles),
-            row_tile=lax.rem(index, row_tiles),
-        )
-
 
         def act(role, registers):
             action = "increase" if registers > LAUNCH_REGISTERS else "decrease"
             plgpu.set_max_registers(registers, action=action)
-            role(cta)
+            # Found anew by every role: what lives across the branch must fit load_wg's registers.
+            index, row_tiles = lax.axis_index("cta"), jnp.int32(config.row_tiles)
+            part, row_tile = lax.div(index, row_tiles), lax.rem(index, row_tiles)
+            scale_log2 = scale * LOG2E
+            role(Cta(config, scale_log2, bool(interpret), gmem, smem_refs, bar, part, row_tile))
 
         for wg, (role, registers) in enumerate(zip(ROLES, config.registers, strict=True)):
             pl.when(lax.axis_index("wg") == wg)(functools.partial(act, role, registers))

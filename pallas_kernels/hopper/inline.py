@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import FragmentedArray
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, nvvm, scf
+from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 
 from pallas_kernels.hopper.layouts import WGMMA, WGMMA_ROW
 
@@ -21,7 +22,11 @@ def warp_any_below_one(ctx, values):
     """
     del ctx
     one = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), 1.0))
-    below = [arith.cmpf(arith.CmpFPredicate.OLT, v, one) for v in values.registers.flat]
+    scalars = [
+        vector.extract(v, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
+        for v in values.registers.flat
+    ]
+    below = [arith.cmpf(arith.CmpFPredicate.OLT, v, one) for v in scalars]
     i32 = ir.IntegerType.get_signless(32)
     all_lanes = arith.constant(i32, ir.IntegerAttr.get(i32, -1))
     mine = below[0]
@@ -45,16 +50,26 @@ def store_rows(ref, tile: jax.Array, rows: int, *, interpret: bool) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))
     def store(ctx, ref, tile):
         del ctx
-        index = ir.IndexType.get()
-        limit = arith.constant(index, ir.IntegerAttr.get(index, rows))
-
-        def store_one(value, at):
-            inside = arith.cmpi(arith.CmpIPredicate.slt, at[0], limit)
+        i32 = ir.IntegerType.get_signless(32)
+        const = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))
+        element = ir.VectorType(tile.registers.flat[0].type).element_type
+        (row_stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
+        row, col = (
+            arith.index_cast(i32, at) for at in next(iter(tile.layout.thread_idxs(tile.shape)))
+        )
+        first = arith.addi(arith.muli(row, const(row_stride)), col)
+        first = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [first], element)
+        # A thread holds pairs of columns, 8 apart, of two rows, 8 apart. Addresses are one pointer
+        # and constants: found pair by pair they would be hoisted, and spilled.
+        _, pairs, *_ = tile.registers.shape
+        for half in range(2):
+            inside = arith.cmpi(arith.CmpIPredicate.slt, row, const(rows - 8 * half))
             branch = scf.IfOp(inside)
             with ir.InsertionPoint(branch.then_block):
-                memref.store(value, ref, list(at))
+                for pair in range(pairs):
+                    offset = 8 * half * row_stride + 8 * pair
+                    at = mgpu_utils.getelementptr(first, [offset], element)
+                    llvm.store(tile.registers[0, pair, 0, 0, half, 0, 0, 0, 0], at)
                 scf.yield_([])
-
-        tile.foreach(store_one)
 
     store(ref, tile)
