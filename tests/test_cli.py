@@ -408,11 +408,21 @@ def test_doctor_reads_the_driver(script, expected, tmp_path, monkeypatch):
 def test_doctor_without_a_driver():
     """In a process of its own, as a user starts it: nothing but the report."""
     done = program("doctor", PATH="")
-    assert done.returncode == 0
+    assert (done.returncode, done.stderr) == (0, "")
     assert not NOT_PLAIN.search(done.stdout)
     for op in ("mla_decode", "mla_sparse_decode", "mla_sparse_prefill", "mla_prefill"):
         assert re.search(rf"^{op} +xla +yes$", done.stdout, re.MULTILINE)
         assert re.search(rf"^{op} +triton +no +\w", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.skipif(
+    any(os.path.exists(file) for file in app.DRIVER_FILES), reason="there is an NVIDIA driver"
+)
+def test_cuda_plugin_without_a_driver_is_left_alone():
+    """JAX would log a stack trace for it (`make test` installs one, to compile)."""
+    done = program("doctor", JAX_PLATFORMS="")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"^backend +cpu$", done.stdout, re.MULTILINE)
 
 
 def test_doctor_says_when_jax_cannot_start(monkeypatch):

@@ -31,6 +31,7 @@ RANK = {name: len(LAYERS) - i for i, layer in enumerate(LAYERS) for name in laye
 
 # Within pallas_kernels, what lies outside the kernels' folders.
 SHARED = {"hopper": 2, "formats": 1, "errors": 1}
+SHARED_TOP = max(SHARED.values())
 WITHIN_KERNEL = {"entry": 3, "kernel": 2, "config": 1, "cost": 1}
 KERNEL_LIBRARIES = {"jax", "jaxlib", "jaxtyping", "numpy", "ml_dtypes", "jax_triton", "triton"}
 
@@ -79,32 +80,45 @@ def test_direction(file):
             assert allowed, f"{module_name(file)} imports {imported}"
 
 
+def place(module: str) -> tuple[str, int]:
+    """The part of pallas_kernels that a module belongs to, and the rank of that part."""
+    name, *rest = module.split(".")[1:] or [""]
+    if name in SHARED:
+        return name, SHARED[name]
+    is_kernel = (ROOT / "pallas_kernels" / name).is_dir()
+    # A module beside the kernels' folders puts several of them together.
+    return name, SHARED_TOP + (1 if is_kernel or rest else 2)
+
+
 @pytest.mark.parametrize(
     "file", [file for file in FILES if "pallas_kernels" in file.parts], ids=by_name
 )
 def test_kernels_import_no_other_kernel(file):
-    folder, *rest = module_name(file).split(".")[1:] or [""]
+    mine, rank = place(module_name(file))
     for imported in imports(file):
-        top, *path = imported.split(".")
+        top = imported.split(".")[0]
         if top != "pallas_kernels":
-            standard = top in sys.stdlib_module_names
-            allowed = set() if folder in ("formats", "errors") else KERNEL_LIBRARIES
-            assert standard or top in allowed, f"{module_name(file)} imports {imported}"
-        elif folder in SHARED:
-            assert path, f"{module_name(file)} imports pallas_kernels itself"
-            assert path[0] == folder or SHARED.get(path[0], 9) < SHARED[folder], imported
-        elif path[0] not in SHARED:
-            assert path[0] == folder, f"{module_name(file)} imports another kernel, {imported}"
-            if rest and len(path) > 1:
-                mine, theirs = WITHIN_KERNEL.get(rest[0], 9), WITHIN_KERNEL.get(path[1], 0)
-                assert theirs < mine, f"{module_name(file)} imports {imported}"
+            allowed = set() if mine in ("formats", "errors") else KERNEL_LIBRARIES
+            assert top in sys.stdlib_module_names or top in allowed, imported
+            continue
+        theirs, their_rank = place(imported)
+        assert theirs == mine or their_rank < rank, f"{module_name(file)} imports {imported}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=by_name)
+def test_direction_within_a_kernel(file):
+    *folder, stem = module_name(file).split(".")
+    for imported in imports(file):
+        *other, their_stem = imported.split(".")
+        if folder == other and stem in WITHIN_KERNEL and their_stem in WITHIN_KERNEL:
+            assert WITHIN_KERNEL[their_stem] < WITHIN_KERNEL[stem], imported
 
 
 def test_table_names_references_and_entries():
     for op, implementations in dispatch.TABLE.items():
         for name, module in implementations.items():
-            entry = module.startswith("pallas_kernels.") and module.endswith(".entry")
-            assert entry or (name == "xla" and module.startswith("mla_jax.reference.")), (op, name)
+            home = "mla_jax.reference." if name == "xla" else "pallas_kernels."
+            assert module.startswith(home) and is_module(module), (op, name, module)
 
 
 @pytest.mark.parametrize("file", FILES, ids=by_name)

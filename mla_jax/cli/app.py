@@ -18,7 +18,7 @@ from pallas_kernels.formats import FORMATS
 _TRACEBACK = "MLA_JAX_TRACEBACK"
 
 # Device files of the NVIDIA driver, on Linux and in WSL 2.
-_DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg")
+DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg")
 
 
 class _Commands(TyperGroup):
@@ -231,7 +231,7 @@ def _prepare_jax() -> None:
     log a stack trace and go on with the CPU; this goes on with the CPU at once. Where there is a
     GPU, compiled programs are kept between runs.
     """
-    has_driver = any(os.path.exists(file) for file in _DRIVER_FILES)
+    has_driver = any(os.path.exists(file) for file in DRIVER_FILES)
     has_plugin = any(
         importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin")
     )
