@@ -13,7 +13,7 @@ IMPLEMENTATIONS = ("mosaic", "mosaic_transposed", "triton", "xla")
 """Every name that the `implementation` argument takes, the one to prefer first."""
 
 TABLE: dict[str, dict[str, str]] = {
-    "mla_decode": {"xla": "mla_jax.reference.decode_dense"},
+    "mla_decode": {"mosaic": "pallas_kernels.decode", "xla": "mla_jax.reference.decode_dense"},
     "mla_sparse_decode": {"xla": "mla_jax.reference.decode_sparse"},
     "mla_sparse_prefill": {"xla": "mla_jax.reference.prefill_sparse"},
     "mla_prefill": {"xla": "mla_jax.reference.prefill_dense"},
@@ -48,7 +48,7 @@ def call(op: str, implementation: str | Sequence[str] | None, *args: Any, **kwar
             return _load(op, name)(*args, **kwargs)
         except Unsupported as refusal:
             refusals[name] = str(refusal)
-    reasons = "; ".join(f"{name} {reason}" for name, reason in refusals.items())
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
     raise Unsupported(
         f"`implementation` is {implementation!r}: cannot serve this {op} call ({reasons}); "
         "use implementation=None for the best that can"
@@ -103,7 +103,7 @@ def _names(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
 def _load(op: str, name: str) -> Callable[..., Any]:
     """The function of an implementation; `Unsupported` if this process cannot have it."""
     if name not in TABLE[op]:
-        raise Unsupported(f"is not built yet for {op}")
+        raise Unsupported(f"not built yet for {op}")
     if missing := _REQUIREMENTS[name]():
         raise Unsupported(missing)
     return getattr(importlib.import_module(TABLE[op][name]), op)
