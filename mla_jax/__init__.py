@@ -1,5 +1,8 @@
 """Multi-head latent attention for JAX: paged latent caches, Hopper kernels, DeepSeek models."""
 
+from mla_jax import flash_mla as flash_mla
+from mla_jax import models as models
+from mla_jax import nn as nn
 from mla_jax.cache import LatentCache as LatentCache
 from mla_jax.cache import append as append
 from mla_jax.cache import gather as gather

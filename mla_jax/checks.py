@@ -12,6 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
+
+type Scale = float | Float[Array, ""]
+"""What `scale` arguments take."""
 
 FLOATS = ("bfloat16", "float16", "float32")
 """The dtypes of activations."""

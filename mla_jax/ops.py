@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 from mla_jax import dispatch
 from mla_jax.cache import LatentCache, check_cache, check_table
 from mla_jax.checks import (
+    Scale,
     check_array,
     check_float,
     check_integer,
@@ -33,7 +34,6 @@ from mla_jax.checks import (
 from mla_jax.plan import DecodePlan
 from mla_jax.reference import combine
 
-type Scale = float | Float[Array, ""]
 type Implementation = str | Sequence[str] | None
 
 

@@ -4,7 +4,7 @@ import pytest
 from mla_jax import Unsupported, dispatch, mla_decode
 from tests import inputs
 
-NOT_BUILT = "is not built yet for mla_decode"
+NOT_BUILT = "not built yet for mla_decode"
 
 
 def call(implementation, case=None):
@@ -46,7 +46,7 @@ def test_a_named_one_never_falls_back(kernel):
     with pytest.raises(NotImplementedError) as raised:
         call("mosaic")
     assert str(raised.value) == (
-        "`implementation` is 'mosaic': cannot serve this mla_decode call (mosaic takes pages of "
+        "`implementation` is 'mosaic': cannot serve this mla_decode call (mosaic: takes pages of "
         "64, `page_size` is 16); use implementation=None for the best that can"
     )
 
@@ -55,8 +55,8 @@ def test_every_refusal_is_named(kernel):
     with pytest.raises(Unsupported) as raised:
         call(("triton", "mosaic"))
     assert str(raised.value) == (
-        f"`implementation` is ('triton', 'mosaic'): cannot serve this mla_decode call (triton "
-        f"{NOT_BUILT}; mosaic takes pages of 64, `page_size` is 16); use implementation=None for "
+        f"`implementation` is ('triton', 'mosaic'): cannot serve this mla_decode call (triton: "
+        f"{NOT_BUILT}; mosaic: takes pages of 64, `page_size` is 16); use implementation=None for "
         "the best that can"
     )
 

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mla_jax.cache import LatentCache, slots_of
+from mla_jax.checks import Scale
 from mla_jax.plan import DecodePlan
-from mla_jax.reference.latent_attention import Scale, attend
+from mla_jax.reference.latent_attention import attend
 from mla_jax.reference.online_softmax import apply_sink, finish
 
 CHUNK = 256
@@ -34,7 +35,6 @@ def mla_decode(
     s_q = q_latent.shape[1]
     capacity = block_table.shape[1] * cache.page_size
     chunk = min(CHUNK, capacity)
-    seq_lens = jnp.clip(seq_lens, 0)
     behind = jnp.arange(s_q)[::-1] if causal else jnp.zeros(s_q, jnp.int32)
     ends = seq_lens[:, None] - behind
 

@@ -15,11 +15,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.cache import LatentCache, read
+from mla_jax.checks import Scale
 from mla_jax.manual_axes import vary_like
 from mla_jax.reference import online_softmax
 from mla_jax.reference.online_softmax import dot
-
-type Scale = float | Float[Array, ""]
 
 SPARSE_CHUNK = 64
 """Selected tokens per step: each query has its own, so a chunk is about as large as the queries."""

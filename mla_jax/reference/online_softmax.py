@@ -59,8 +59,7 @@ def apply_sink(
     """Scale `out` by `1 / (1 + exp(sink - lse))`; rows that attend to nothing stay 0."""
     if sink is None:
         return out
-    weight = jax.nn.sigmoid(finite_or_zero(lse) - sink)
-    return out * jnp.where(lse == -jnp.inf, 0, weight)[..., None]
+    return out * jax.nn.sigmoid(finite_or_zero(lse) - sink)[..., None]
 
 
 def dot(spec: str, a: Float[Array, "..."], b: Float[Array, "..."]) -> Float[Array, "..."]:

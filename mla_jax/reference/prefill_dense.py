@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from mla_jax.checks import Scale
 from mla_jax.manual_axes import vary_like
 from mla_jax.reference import online_softmax
 from mla_jax.reference.online_softmax import dot, finite_or_zero
@@ -31,7 +32,7 @@ def mla_prefill(
     k: Float[Array, "b n h d"],
     v: Float[Array, "b n h d_v"],
     *,
-    scale: float | Float[Array, ""],
+    scale: Scale,
     causal: bool,
     q_lens: Int[Array, " b"] | None,
     kv_lens: Int[Array, " b"] | None,
@@ -54,7 +55,6 @@ def mla_prefill(
     k, v = (jnp.pad(keep(x, live_kv), padding) for x in (k, v))
     args = (keep(q, live_q), k, v, jnp.asarray(scale, jnp.float32), ends)
     out, lse = _attend(chunk, *vary_like(args, *args))
-    out = keep(out, live_q)
     return (out, lse) if return_lse else out
 
 
@@ -80,7 +80,9 @@ def _forward_and_residuals(chunk, *args):
 
 def _backward(chunk, residuals, cotangents):
     q, k, v, scale, ends, out, lse = residuals
-    d_out, d_lse = cotangents
+    seen = lse != -jnp.inf  # the other rows are constant, whatever their cotangents
+    d_out = jnp.where(seen.swapaxes(1, 2)[..., None], cotangents[0], 0)
+    d_lse = jnp.where(seen, cotangents[1], 0)
     base = dot("bthd,bthd->bht", d_out, out) - d_lse
 
     def step(i, grads):

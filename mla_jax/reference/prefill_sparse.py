@@ -4,7 +4,8 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from mla_jax.cache import LatentCache
-from mla_jax.reference.latent_attention import Scale, attend_selected
+from mla_jax.checks import Scale
+from mla_jax.reference.latent_attention import attend_selected
 from mla_jax.reference.online_softmax import apply_sink, finish
 from pallas_kernels.formats import unscaled_format
 

@@ -57,7 +57,7 @@ def test_pairwise(page_size, s_q, h_q, format, dtype, causal, implementation):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("s_q", [1, 4])
-@pytest.mark.parametrize("page_size", [1, 16, 48, 64, 128, 1000])
+@pytest.mark.parametrize("page_size", [1, 48, 1000])
 def test_full_product(page_size, s_q, dtype, format, causal):
     case = inputs.decode_case(RAGGED, format=format, dtype=dtype, page_size=page_size, s_q=s_q)
     check(case, causal=causal)
@@ -121,10 +121,11 @@ def test_plan_changes_nothing():
     np.testing.assert_array_equal(with_plan[0], without[0])
 
 
-def test_a_page_that_is_none_holds_no_token():
+@pytest.mark.parametrize("entry", [*inputs.WILD, 5])
+def test_a_page_that_is_none_holds_no_token(entry):
     """A live position whose entry is not a page: not seen, as if the sequence had a hole."""
     case = inputs.decode_case((40,), dtype=jnp.float32)
-    holed = case.block_table.at[0, 1].set(-1)
+    holed = case.block_table.at[0, 1].set(entry)
     out, lse = mla_decode(
         case.q_latent,
         case.q_rope,
