@@ -1,7 +1,9 @@
 """Every wgmma of the kernels goes through here, so that each trick is told once.
 
-On the simulated GPU (`interpret`) the same functions read their operands with ordinary loads and multiply them
-with `jnp.dot`: the simulator then sees, and race-checks, what wgmma reads.
+On the simulated GPU (`interpret`) the same functions read their operands with ordinary loads and
+multiply them with `jnp.dot`: the simulator then sees, and race-checks, what wgmma reads. A wgmma in
+flight while other things are done reads at any time between issue and wait: it is simulated by
+reading at both ends, and is NaN where they differ.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,39 +28,58 @@ def opaque_zero(non_negative: jax.Array) -> jax.Array:
     return lax.shift_right_logical(non_negative, 31)
 
 
-def dot(operands: Sequence[tuple[Operand, Operand]], shape: tuple[int, int], *, interpret: bool,
-        after_issue: Callable[[], None] = lambda: None) -> jax.Array:
+def dot(
+    operands: Sequence[tuple[Operand, Operand]],
+    shape: tuple[int, int],
+    *,
+    interpret: bool,
+    after_issue: Callable[[], None] | None = None,
+) -> jax.Array:
     """Sum of `a @ b` over the operand pairs, float32, waiting for the result.
 
     A pair with `a` in registers must come first: ptxas serialises the kernel (C7513) if another wgmma is in
     flight when one starts to read its registers.
     """
     if interpret:
-        total = sum(_plain(a, b) for a, b in operands)
-        after_issue()
-        return total
+        return _in_flight(lambda: sum(_plain(a, b) for a, b in operands), after_issue)
 
     def issue(acc):
         for a, b in operands:
             plgpu.wgmma(acc, a, b)
-        after_issue()
+        if after_issue is not None:
+            after_issue()
         return acc[...]
 
     return pl.run_scoped(issue, plgpu.ACC(shape, jnp.float32))
 
 
-def add_dot(acc: jax.Array, a: Operand, b: Operand, *, interpret: bool,
-            after_issue: Callable[[], None] = lambda: None) -> jax.Array:
+def add_dot(
+    acc: jax.Array,
+    a: Operand,
+    b: Operand,
+    *,
+    interpret: bool,
+    after_issue: Callable[[], None] | None = None,
+) -> jax.Array:
     """`acc + a @ b`, waiting for the result; `after_issue` runs while the tensor cores work."""
     if interpret:
-        after_issue()
-        return acc + _plain(a, b)
+        return acc + _in_flight(lambda: _plain(a, b), after_issue)
 
     def issue(acc_ref):
         plgpu.wgmma(acc_ref, a, b)
-        after_issue()
+        if after_issue is not None:
+            after_issue()
 
     return pl.run_state(issue)(plgpu.ACC.init(acc))
+
+
+def _in_flight(product: Callable[[], Any], after_issue: Callable[[], None] | None) -> jax.Array:
+    issued = product()
+    if after_issue is None:
+        return issued
+    after_issue()
+    done = product()
+    return jnp.where(issued == done, done, jnp.nan)
 
 
 def _plain(a: Operand, b: Operand) -> jax.Array:
