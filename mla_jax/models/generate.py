@@ -136,7 +136,7 @@ def stream(
         page_size=page_size,
         max_pages=_bucket(max(-(-int(final_lens.max()) // page_size), 1)),
     )
-    if not isinstance(implementation, str | None):
+    if isinstance(implementation, Sequence) and not isinstance(implementation, str):
         implementation = tuple(implementation)
     sampling = None
     if temperature > 0:
@@ -205,8 +205,10 @@ def _run(
 @functools.lru_cache(maxsize=16)
 def _programs(graphdef: nnx.GraphDef, treedef: Any, implementation: Any) -> tuple[Any, Any]:
     """The jitted `prefill` and `step` of a model; parameters are arguments of both."""
-    named = (implementation,) if isinstance(implementation, str) else implementation or ()
-    prefill_implementation = (*named, *dispatch.IMPLEMENTATIONS)
+    prefill_implementation = dispatch.IMPLEMENTATIONS
+    if implementation is not None:
+        named = implementation if isinstance(implementation, tuple) else (implementation,)
+        prefill_implementation = (*named, *prefill_implementation)
 
     def model_of(params: list[jax.Array]) -> DeepseekModel:
         return nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
