@@ -176,10 +176,11 @@ def append(
     if num_tokens == 0:
         return cache
 
-    latent, rope, slots = jnp.asarray(latent), jnp.asarray(rope), jnp.asarray(slots)
-    tokens = LatentCache(*quantise.encode(cache_format, latent, rope), format=cache.format)
-    live = (slots >= 0) & (slots < cache.num_slots)
-    slots = jnp.where(live, slots, cache.num_slots).astype(jnp.int32)
+    stored = quantise.encode(cache_format, jnp.asarray(latent), jnp.asarray(rope))
+    tokens = LatentCache(*stored, format=cache.format)
+    slots = jnp.asarray(slots, jnp.int32)
+    # A negative index would count from the end.
+    slots = jnp.where(slots >= 0, slots, cache.num_slots)
     return jax.tree.map(lambda pages, rows: _write(pages, rows, slots), cache, tokens)
 
 

@@ -8,6 +8,7 @@ Conventions, for all of them:
   exponentials of the scaled scores. Sums are float32.
 * A query with nothing to attend to has `out = 0` and `lse = -inf`.
 * Lengths, tables and indices may be traced; their values are never read on the host.
+* Reverse-mode gradients: `mla_prefill` and `merge_states` alone, the others are for inference.
 * `implementation` is None (the best that can serve the call), `"mosaic"`, `"mosaic_transposed"`,
   `"triton"`, `"xla"`, or a sequence of these to try in order. If none of those named can serve
   the call, `NotImplementedError` says which requirement failed.
