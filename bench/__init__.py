@@ -1,0 +1,1 @@
+"""Measurements of mla-jax; bench/README.md says how to run them."""

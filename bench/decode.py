@@ -1,0 +1,292 @@
+"""`python -m bench.decode`: dense decode on a Hopper GPU: correctness, then times.
+
+bench/README.md has the protocol.
+"""
+
+import functools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import typer
+
+from bench import baselines, inputs, measure, records, report
+from bench.progress import progress
+from bench.shapes import GOALS, MORE, Shape
+from mla_jax import mla_decode, plan_decode
+from mla_jax.cli import console
+from pallas_kernels.formats import FORMATS
+
+OURS = ("mosaic",)
+BASELINES = ("xla", baselines.NAME)
+FORMATS_MEASURED = ("bf16", "f16")
+
+
+class WrongResult(Exception):
+    """An implementation fails the check, and is not timed."""
+
+
+def measure_row(
+    shape: Shape,
+    format: str,
+    implementation: str,
+    *,
+    iterations: int,
+    calls: int,
+    say: Callable[[str], None] = lambda text: None,
+) -> records.Row:
+    """Check and time one implementation on one shape.
+
+    Raises:
+        WrongResult: its output is off.
+        NotImplementedError: it cannot serve the shape.
+    """
+    say("making inputs")
+    args = inputs.make(shape, format)
+    if implementation == baselines.NAME:
+        call, comparison, dtype = _expanded(shape, args, say)
+    else:
+        call, comparison, dtype = _absorbed(shape, args, implementation, say)
+    # The expanded form rounds keys and values per head to 16 bits: other limits hold for it.
+    fault = comparison.fault(dtype) if implementation != baselines.NAME else ""
+    if comparison.max_err != comparison.max_err or comparison.cos > 1e-3:
+        fault = fault or f"the cosine term is {comparison.cos:.3g}"
+    if fault:
+        raise WrongResult(fault)
+    say("timing")
+    cold = measure.kernel_times(call, iterations=iterations)
+    warm = measure.kernel_times(call, iterations=iterations, cold=False)
+    host = measure.end_to_end(call, iterations=calls)
+    us = cold.total.median
+    return {
+        "op": "decode",
+        "format": format,
+        "b": shape.b,
+        "s_k": shape.s_k,
+        "h": shape.h,
+        "s_q": shape.s_q,
+        "topk": None,
+        "us": round(us, 2),
+        "us_end_to_end": round(host.median, 1),
+        "tflops": round(shape.flops / us / 1e6, 1),
+        "gbs": round(shape.bytes_moved(format) / us / 1e3, 1),
+        "implementation": implementation,
+        "max_err": float(f"{comparison.max_err:.3g}"),
+        "date": records.today(),
+        "us_quartiles": [round(cold.total.low, 2), round(cold.total.high, 2)],
+        "us_warm": round(warm.total.median, 2),
+        "us_end_to_end_quartiles": [round(host.low, 1), round(host.high, 1)],
+        "cos_err": float(f"{comparison.cos:.3g}"),
+        "kernels": _short({name: round(value, 2) for name, value in cold.kernels.items()}),
+        "source": records.source_digest(),
+    }
+
+
+def _absorbed(shape: Shape, args: inputs.Inputs, implementation: str, say):
+    plan = jax.jit(functools.partial(plan_decode, num_heads=shape.h, q_len=shape.s_q))(
+        args.seq_lens
+    )
+    decode = jax.jit(
+        lambda args, plan: mla_decode(
+            *args, scale=inputs.SCALE, plan=plan, implementation=implementation
+        )
+    )
+    call = lambda: decode(args, plan)
+    say("compiling")
+    found = jax.block_until_ready(call())
+    say("checking")
+    return call, inputs.compare(found, inputs.expected(*args)), found.dtype.name
+
+
+def _expanded(shape: Shape, args: inputs.Inputs, say):
+    if reason := baselines.why_not(shape):
+        raise NotImplementedError(reason)
+    w_uk, w_uv = baselines.weights(shape.h)
+    q = baselines.queries(shape)
+    call = lambda: baselines.attend(q, *args[2:], w_uk, w_uv)
+    say("compiling and checking")
+    absorbed = baselines.absorb(q, args, w_uk)
+    wanted = inputs.expected(*absorbed, causal=False)
+    wanted = jnp.einsum("bshc,hdc->bshd", wanted, w_uv.astype(jnp.float32))
+    found = call()
+    return call, inputs.compare(found, wanted), found.dtype.name
+
+
+def _short(kernels: dict[str, float], most: int = 12) -> dict[str, float]:
+    """The longest kernels, and the rest in one."""
+    longest = sorted(kernels, key=lambda name: -kernels[name])[:most]
+    rest = sum(us for name, us in kernels.items() if name not in longest)
+    return {**{n: kernels[n] for n in longest}, **({"others": round(rest, 2)} if rest else {})}
+
+
+@contextmanager
+def watchdog(what: str, seconds: float) -> Iterator[None]:
+    """End the process if the body takes longer: a kernel that hangs cannot be interrupted."""
+
+    def end():
+        console.note(f"error: {what} did not end within {seconds:.0f} s")
+        os._exit(3)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def run(
+    shapes: Sequence[Shape],
+    *,
+    formats: Sequence[str],
+    implementations: Sequence[str],
+    iterations: int,
+    calls: int,
+    output: Path | None,
+    limit_s: float,
+) -> int:
+    """Measure everything, print the table; the exit code."""
+    if reason := measure.lacking():
+        console.fail(f"the bench {reason}")
+    about = {**measure.about(), "protocol": _protocol()}
+    output = output or records.RESULTS / f"{records.slug(about['device'])}.json"
+    with console.input_errors():
+        records.read(output)
+    jobs = [(s, f, i) for s in shapes for f in formats for i in implementations]
+    rows, faults = [], []
+    with progress(len(jobs) + 1) as step:
+        step("ceilings")
+        with watchdog("measuring the ceilings", limit_s):
+            ceilings = measure.ceilings()
+        about["ceilings"] = {
+            "bf16_tflops": round(ceilings.tflops_16, 1),
+            "memory_tbs": round(ceilings.tbs, 3),
+        }
+        for shape, format, implementation in jobs:
+            name = f"{shape} {format} {implementation}"
+            say = step(name)
+            start = time.perf_counter()
+            try:
+                with watchdog(name, limit_s):
+                    row = measure_row(
+                        shape, format, implementation, iterations=iterations, calls=calls, say=say
+                    )
+            except NotImplementedError as refusal:
+                faults.append((False, f"{name}: left out: {refusal}"))
+            except WrongResult as wrong:
+                faults.append((True, f"{name}: wrong result, not timed: {wrong}"))
+            except measure.MeasurementError as error:
+                faults.append((True, f"{name}: {error}"))
+            except jax.errors.JaxRuntimeError as error:
+                # Out of memory is an answer for a baseline and a fault of ours.
+                fatal = implementation in OURS
+                faults.append((fatal, f"{name}: {str(error).splitlines()[0][:200]}"))
+            else:
+                rows.append(row)
+                records.add(output, about, [row])
+                say(f"{row['us']:.1f} us ({time.perf_counter() - start:.1f} s)", done=True)
+    if rows:
+        report.show(rows, ceilings)
+        console.say(f"{about['device']}, driver {about['driver']}, JAX {about['jax']}: {output}")
+    for _, fault in faults:
+        console.note(fault)
+    return 1 if any(fatal for fatal, _ in faults) else 0
+
+
+def _protocol() -> dict[str, Any]:
+    return {
+        "us": "CUPTI time of all kernels of the op, median; plan excluded",
+        "us_warm": "the same, calls back to back",
+        "us_end_to_end": "host clock, one call, from Python until its result is there, median",
+        "l2": measure.L2_POLICY,
+        "inputs": inputs.DISTRIBUTION,
+        "page_size": inputs.PAGE_SIZE,
+    }
+
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Only rows with a goal, few calls, no baselines."),
+    ] = False,
+    rows: Annotated[
+        str | None,
+        typer.Option(metavar="BxS_KxH[xS_Q],...", help="Measure these shapes.", show_default=False),
+    ] = None,
+    implementations: Annotated[
+        str,
+        typer.Option("--implementation", metavar="NAME,...", help="What to measure."),
+    ] = ",".join(OURS),
+    formats: Annotated[
+        str, typer.Option("--format", metavar="NAME,...", help="Cache formats to measure.")
+    ] = "bf16",
+    with_baselines: Annotated[
+        bool | None,
+        typer.Option(
+            "--baselines/--no-baselines",
+            help=f"Measure {' and '.join(BASELINES)} too. Default: unless --quick.",
+            show_default=False,
+        ),
+    ] = None,
+    iterations: Annotated[
+        int | None,
+        typer.Option(min=1, help="Measured calls. Default: 30, or 10.", show_default=False),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Merge the results into this file. Default: bench/results/<gpu>.json.",
+            show_default=False,
+        ),
+    ] = None,
+    limit: Annotated[float, typer.Option(metavar="SECONDS", help="Longest time for a row.")] = 120,
+) -> None:
+    """Check and time dense decode on a Hopper GPU."""
+    if with_baselines if with_baselines is not None else not quick:
+        implementations = ",".join([implementations, *BASELINES])
+    try:
+        code = run(
+            _shapes(rows, quick),
+            formats=_names("--format", formats, tuple(FORMATS)),
+            implementations=_names("--implementation", implementations, (*OURS, *BASELINES)),
+            iterations=iterations or (10 if quick else 30),
+            calls=50 if quick else 200,
+            output=output,
+            limit_s=limit,
+        )
+    except console.UserError as error:
+        console.note(f"error: {error}")
+        code = 2
+    raise typer.Exit(code)
+
+
+def _shapes(rows: str | None, quick: bool) -> list[Shape]:
+    if rows is not None:
+        with console.input_errors():
+            return [Shape.parse(row.strip()) for row in rows.split(",")]
+    return [*GOALS] if quick else [*GOALS, *MORE]
+
+
+def _names(option: str, text: str, known: Sequence[str]) -> list[str]:
+    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in known:
+            console.fail(f"{option}: {name!r} is none of {', '.join(known)}")
+    return names
+
+
+if __name__ == "__main__":
+    sys.exit(app())

@@ -1,0 +1,170 @@
+"""Times of kernels (CUPTI), from Python to the result (host clock), and the GPU's ceilings."""
+
+import functools
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import profiler
+
+from mla_jax import dispatch
+from pallas_kernels.hopper.gpus import Gpu
+
+CLEAR_BYTES = 256 << 20
+"""Written before each measured call: several times the L2 of any Hopper GPU (60 MB at most)."""
+
+L2_POLICY = f"{CLEAR_BYTES >> 20} MiB written before each call"
+
+Call = Callable[[], Any]
+
+
+class MeasurementError(Exception):
+    """The profiler's answer makes no sense."""
+
+
+class Spread(NamedTuple):
+    """Median and quartiles, microseconds."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+
+class KernelTimes(NamedTuple):
+    """Time of all kernels of a call together, and the median of each, by name, in order."""
+
+    total: Spread
+    kernels: dict[str, float]
+
+
+def lacking() -> str:
+    """What this process lacks for a measurement, empty if nothing."""
+    answers = {answer.name: answer for answer in dispatch.explain("mla_decode")}
+    return answers["mosaic"].reason
+
+
+def trace(run: Call) -> list[tuple[str, float]]:
+    """The kernels that `run` launches, in order, with their microseconds."""
+    # `profiler.measure` makes one program of what it is given; here two take turns, unchanged.
+    cupti: Any = getattr(profiler, "mosaic_gpu_lib", None)
+    if cupti is None:
+        raise MeasurementError("this build of JAX has no CUPTI interface")
+    extension = cupti._mosaic_gpu_ext
+    jax.effects_barrier()
+    extension._cupti_init()
+    try:
+        jax.block_until_ready(run())
+    finally:
+        timings = extension._cupti_get_timings(True)
+    return [(name, milliseconds * 1e3) for name, milliseconds in timings]
+
+
+@functools.cache
+def _clear() -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda value: jnp.full(CLEAR_BYTES // 4, value, jnp.uint32))
+
+
+def kernel_times(call: Call, *, iterations: int, cold: bool = True) -> KernelTimes:
+    """Time all kernels of `call`, each time with a cleared L2 if `cold`, else back to back.
+
+    The L2 is cleared by writing a large buffer on the device, between the calls and not part of
+    them. Copies and fills that XLA gives to the driver are no kernels and are not counted.
+    """
+    value = jnp.uint32(1)
+    clear = _clear()
+    jax.block_until_ready((clear(value), call()))
+
+    def run():
+        result = None
+        for _ in range(iterations):
+            cleared = clear(value) if cold else None
+            result = (cleared, call())
+            del cleared
+        return result
+
+    prefix = [name for name, _ in trace(lambda: clear(value))] if cold else []
+    return _split(trace(run), prefix, iterations)
+
+
+def _split(timings: list[tuple[str, float]], prefix: list[str], iterations: int) -> KernelTimes:
+    """The kernels of each iteration, less those in front that clear the L2."""
+    per_iteration, rest = divmod(len(timings), iterations)
+    if rest or per_iteration <= len(prefix):
+        raise MeasurementError(
+            f"{len(timings)} kernels in {iterations} calls: cannot tell them apart"
+        )
+    runs = []
+    for i in range(iterations):
+        run = timings[i * per_iteration : (i + 1) * per_iteration]
+        front = [name for name, _ in run[: len(prefix)]]
+        run = run[len(prefix) :]
+        if front != prefix or (runs and [n for n, _ in run] != [n for n, _ in runs[0]]):
+            raise MeasurementError(f"kernels of call {i} are not those of the first")
+        runs.append(run)
+    kernels: dict[str, float] = {}
+    for i, (name, _) in enumerate(runs[0]):
+        median = statistics.median(run[i][1] for run in runs)
+        kernels[name] = kernels.get(name, 0.0) + median
+    return KernelTimes(Spread.of([sum(us for _, us in run) for run in runs]), kernels)
+
+
+def end_to_end(call: Call, *, iterations: int) -> Spread:
+    """Time `call` from Python until its result is there, by the host's clock, L2 as it comes."""
+    for _ in range(3):
+        jax.block_until_ready(call())
+    times = []
+    for _ in range(iterations):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        times.append(1e6 * (time.perf_counter() - start))
+    return Spread.of(times)
+
+
+def ceilings(iterations: int = 10) -> Gpu:
+    """What the GPU reaches now: a matrix product of 8192^3 and traffic of several GiB.
+
+    The e4m3 rate is taken as twice that of 16 bits, as on the data sheet.
+    """
+    n = 8192
+    a, b = (jax.random.normal(jax.random.key(i), (n, n), jnp.bfloat16) for i in range(2))
+    product = jax.jit(jnp.matmul)
+    matmul_us = kernel_times(lambda: product(a, b), iterations=iterations).total.median
+    tflops = 2 * n**3 / matmul_us / 1e6
+
+    x = jnp.ones((1 << 14, 1 << 16), jnp.float32)  # 4 GiB
+    read = jax.jit(lambda x: x.sum(axis=1))
+    copy = jax.jit(lambda x: x + 1)
+    read_us = kernel_times(lambda: read(x), iterations=iterations).total.median
+    copy_us = kernel_times(lambda: copy(x), iterations=iterations).total.median
+    tbs = max(x.nbytes / read_us, 2 * x.nbytes / copy_us) / 1e6
+    return Gpu("measured in this run", tflops_16=tflops, tflops_8=2 * tflops, tbs=tbs)
+
+
+def about() -> dict[str, Any]:
+    """Device and versions, for the head of a results file."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "driver": _driver(),
+        "jax": jax.__version__,
+        "runtime": " ".join(jax.devices()[0].client.platform_version.split()),
+    }
+
+
+def _driver() -> str:
+    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.split("\n")[0].strip() or "unknown"

@@ -1,0 +1,69 @@
+"""The decode steps that are measured: every sequence `s_k` tokens long."""
+
+import dataclasses
+
+from pallas_kernels.decode_dense import cost
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """`b` sequences of `s_k` tokens, `h` heads, `s_q` queries, causal; page size 64."""
+
+    b: int
+    s_k: int
+    h: int
+    s_q: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.b}x{self.s_k}x{self.h}x{self.s_q}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Shape":
+        """The inverse of `str`; `s_q` may be left out.
+
+        Raises:
+            ValueError: `text` is something else.
+        """
+        sizes = text.lower().split("x")
+        if len(sizes) not in (3, 4) or not all(size.isdecimal() and int(size) for size in sizes):
+            raise ValueError(f"{text!r} is not a shape: must be BxS_KxH or BxS_KxHxS_Q")
+        shape = cls(*map(int, sizes))
+        if shape.s_q > shape.s_k:
+            raise ValueError(f"{text!r}: s_q must be at most s_k")
+        return shape
+
+    @property
+    def flops(self) -> int:
+        return cost.flops(b=self.b, s_q=self.s_q, h=self.h, keys=self.s_k)
+
+    def bytes_moved(self, format: str) -> int:
+        return cost.bytes_moved(b=self.b, s_q=self.s_q, h=self.h, keys=self.s_k, format=format)
+
+
+GOALS = {
+    Shape(128, 4096, 128): 216,
+    Shape(128, 4096, 128, 2): 420,
+    Shape(16, 32768, 128): 216,
+    Shape(32, 32768, 128): 420,
+    Shape(1, 131072, 128): 70,
+    Shape(128, 4096, 64): 143,
+    Shape(128, 4096, 16): 143,
+    Shape(16, 65536, 16): 280,
+    Shape(8, 8192, 128): 42,
+    Shape(1, 4096, 128): 16,
+}
+"""Kernel time to reach on an H200, microseconds, bf16."""
+
+MORE = (
+    Shape(256, 2048, 128),
+    Shape(8, 32768, 128),
+    Shape(4, 32768, 128),
+    Shape(64, 1024, 128),
+    Shape(1, 32768, 128),
+    Shape(64, 8192, 64),
+    Shape(128, 4096, 32),
+    Shape(128, 4096, 16, 2),
+    Shape(1, 131072, 16),
+    Shape(1, 4096, 16),
+)
+"""What a full run adds."""
