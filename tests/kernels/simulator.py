@@ -8,12 +8,13 @@ What is added to the simulator:
   (`commit_smem`): a false alarm. And a store that no fence makes visible to the tensor cores
   would pass.
 - A deadlock is an error at once, instead of a hang.
-- `Simulation.run(without=...)` skips one call of `barrier_wait`, `barrier_arrive` or `commit_smem`,
-  named by its place in the source. The program is compiled once.
+- `Simulation.run(mutant=...)` leaves out calls of `barrier_wait`, `barrier_arrive` or
+  `commit_smem`, named by their places in the source, or makes the barriers there count without
+  ordering anything. The program is compiled once for all mutants.
 
-Where it stays blind: CTAs run one after the other; a barrier keeps the clock of all arrivals so
-far, so that a wait may order more than its own phase does; each warpgroup is one thread, so that
-what warps of one warpgroup do to each other is not seen.
+Where it stays blind: CTAs run one after the other, their accesses to global memory are not
+compared; a barrier keeps the clock of all arrivals so far, so that a wait may order more than its
+own phase does; a warpgroup is one thread, so that what its warps do to each other is not seen.
 """
 
 import ast
@@ -40,7 +41,7 @@ PARAMS = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=
 
 SYNCHRONISATIONS = ("barrier_wait", "barrier_arrive", "commit_smem")
 CALLBACKS = ("_barrier_wait", "_barrier_arrive", "commit_smem")
-"""What runs them in the simulator, in the same order."""
+"""What runs them in the simulator."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +73,33 @@ def sites(module: ModuleType) -> list[Site]:
     return found
 
 
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """A kernel in which the calls at `sites` (of one warpgroup, if named) are faulty.
+
+    They are skipped; or, `unordered`, waits return when they should, but what they waited for may
+    come after, and arrivals count, but what was before them may come after.
+    """
+
+    sites: tuple[Site, ...]
+    unordered: bool = False
+    warpgroup: int | None = None
+
+    def __str__(self):
+        where = "" if self.warpgroup is None else f" of warpgroup {self.warpgroup}"
+        what = "unordered" if self.unordered else "no"
+        return f"{what} {', '.join(map(str, self.sites))}{where}"
+
+    def hits(self, source_info, thread) -> bool:
+        if self.warpgroup not in (None, thread.warpgroup_id):
+            return False
+        return any(
+            frame.file_name == site.file and site.first_line <= frame.start_line <= site.last_line
+            for frame in _frames(source_info.traceback)
+            for site in self.sites
+        )
+
+
 class Fault(Exception):
     """The simulated GPU found a race, or failed."""
 
@@ -79,16 +107,16 @@ class Fault(Exception):
 class _State:
     """Of the one simulation that runs."""
 
-    skipped: tuple[Site, int | None] | None = None
-    times_skipped = 0
-    blocked: dict[Any, tuple[Any, int]]
-    """Threads that wait, with the barrier and the phase; those that have ended wait for none."""
-
-    def __init__(self):
-        self.blocked, self.lock = {}, threading.Lock()
+    def __init__(self, mutant: Mutant | None):
+        self.mutant, self.hits = mutant, 0
+        self.races = []
+        """What was found in each kernel."""
+        self.blocked = {}
+        """Threads that wait, with barrier and phase; those that have ended wait for none."""
+        self.lock = threading.Lock()
 
     def block(self, thread, barrier=None) -> None:
-        """Raise if now every thread of the CTA waits for another, or has ended, but not all have."""
+        """Raise if now every thread of the CTA waits or has ended, but not all have ended."""
         with self.lock:
             phase = barrier and barrier.last_observed_phase_by_thread.get(thread, 0)
             self.blocked[thread] = barrier, phase
@@ -105,21 +133,7 @@ class _State:
             self.blocked.pop(thread, None)
 
 
-_state = _State()
-
-
-def _skip(source_info, thread) -> bool:
-    if _state.skipped is None:
-        return False
-    site, warpgroup = _state.skipped
-    if warpgroup is not None and thread.warpgroup_id != warpgroup:
-        return False
-    here = any(
-        frame.file_name == site.file and site.first_line <= frame.start_line <= site.last_line
-        for frame in _frames(source_info.traceback)
-    )
-    _state.times_skipped += here
-    return here
+_state = _State(None)
 
 
 @functools.cache
@@ -136,7 +150,10 @@ def _is_operand(source_info) -> bool:
 def _patches() -> dict[Any, dict[str, Callable[..., Any]]]:
     get = gpu_callbacks._get
     finished = gpu_callbacks.kernel_thread_finished
+    initialize = gpu_callbacks._initialize_shared_memory
+    cluster_finished = gpu_callbacks.cluster_finished
     wait = shared_memory.Barrier.wait
+    arrive = gpu_callbacks._barrier_arrive
 
     @gpu_callbacks.fail_on_exception
     def read(token, mesh_location, thread, key, transforms, *args, source_info=None, **kwargs):
@@ -162,11 +179,28 @@ def _patches() -> dict[Any, dict[str, Callable[..., Any]]]:
         @functools.wraps(callback)
         def run(*args, source_info, **kwargs):
             arguments = signature.bind(*args, **kwargs).arguments
-            if _skip(source_info, arguments["thread"]):
+            mutant, thread = _state.mutant, arguments["thread"]
+            if mutant is None or not mutant.hits(source_info, thread):
+                return callback(*args, source_info=source_info, **kwargs)
+            _state.hits += 1
+            if not mutant.unordered:
                 return arguments["token"]
-            return callback(*args, source_info=source_info, **kwargs)
+            memory = gpu_callbacks._get_shared_memory()
+            clock = memory.clocks[thread]
+            if callback is arrive:
+                memory.clocks[thread] = memory.VectorClock(memory.vector_clock_size)
+            else:
+                memory.clocks[thread] = clock.copy()
+            token = callback(*args, source_info=source_info, **kwargs)
+            memory.clocks[thread] = clock
+            return token
 
         return run
+
+    def begin(**kwargs):
+        token = initialize(**kwargs)
+        _state.races.append(gpu_callbacks.get_races())
+        return token
 
     def wait_or_fail(barrier, thread, logging_info=None):
         _state.block(thread, barrier)
@@ -179,9 +213,23 @@ def _patches() -> dict[Any, dict[str, Callable[..., Any]]]:
         _state.block(thread)
         return token
 
+    @gpu_callbacks.fail_on_exception
+    def end_cluster(*, token):
+        # The clocks begin anew: what they say of the next cluster's accesses means nothing.
+        races = gpu_callbacks.get_races()
+        races.reads.clear()
+        races.writes.clear()
+        return cluster_finished(token=token)
+
     callbacks = {name: synchronisation(getattr(gpu_callbacks, name)) for name in CALLBACKS}
     return {
-        gpu_callbacks: {"_get": read, "kernel_thread_finished": end, **callbacks},
+        gpu_callbacks: {
+            "_get": read,
+            "_initialize_shared_memory": begin,
+            "kernel_thread_finished": end,
+            "cluster_finished": end_cluster,
+            **callbacks,
+        },
         shared_memory.Barrier: {"wait": wait_or_fail},
     }
 
@@ -196,21 +244,20 @@ def _patched() -> Iterator[None]:
 
 
 class Simulation:
-    """A function that launches one interpreted kernel (with `interpret=PARAMS`)."""
+    """A function that launches interpreted kernels (with `interpret=PARAMS`)."""
 
     def __init__(self, function: Callable[..., Any]):
         self._function = jax.jit(function)
         self._compiled = {}
 
-    def run(self, *args: Any, without: Site | None = None, warpgroup: int | None = None) -> Any:
-        """The results, as numpy arrays; `without` one synchronisation (of one warpgroup).
+    def run(self, *args: Any, mutant: Mutant | None = None) -> Any:
+        """The results, as numpy arrays.
 
         Raises:
             Fault: a race, a deadlock or an error of the simulator.
         """
         global _state
-        _state = _State()
-        _state.skipped = None if without is None else (without, warpgroup)
+        _state = _State(mutant)
         leaves, tree = jax.tree.flatten(args)
         shapes = tree, tuple((x.shape, str(x.dtype)) for x in leaves)
         with _patched():
@@ -218,13 +265,12 @@ class Simulation:
                 self._compiled[shapes] = self._function.lower(*args).compile()
             try:
                 results = jax.tree.map(np.asarray, self._compiled[shapes](*args))
-                races = gpu_callbacks.get_races().races_found
             except jax.errors.JaxRuntimeError as error:
                 raise Fault(_reason(str(error))) from None
             finally:
                 gpu_callbacks.reset_gpu_interpret_mode_state()
-        assert without is None or _state.times_skipped, f"{without} was never reached"
-        if races:
+        assert mutant is None or _state.hits, f"never reached: {mutant}"
+        if any(races.races_found for races in _state.races):
             raise Fault("race")
         return results
 

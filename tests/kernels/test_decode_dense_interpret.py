@@ -1,0 +1,172 @@
+"""The Hopper dense decode kernel on the simulated GPU: results, races, and that each is found.
+
+Every synchronisation in the kernel's source gives mutants, from which it is left out; all must be
+caught. `tests/kernels/simulator.py` says what the simulator does not see. In this kernel:
+
+- that every arrival and wait of a barrier is there, is found by deadlock or by the simulator's own
+  count of phases. That the order which they bring is needed, is found as a race.
+- what the two math warpgroups write to global memory, and the combine kernel reads, is ordered by
+  the launches alone; a fault there shows in the result only.
+"""
+
+import functools
+import re
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import decode
+from pallas_kernels.combine import kernel as combine
+from pallas_kernels.decode_dense import entry, kernel
+from pallas_kernels.decode_dense.config import Config
+from pallas_kernels.hopper import plan
+from tests import inputs, oracle, tolerances
+from tests.kernels import simulator
+
+pytestmark = [pytest.mark.interpret, pytest.mark.timeout(120)]
+
+SITES = simulator.sites(kernel)
+ROLES = {role.__name__: warpgroup for warpgroup, role in enumerate(kernel.ROLES)}
+MATH = ("_mma_wg0", "_mma_wg1")
+
+
+def barrier_of(site):
+    return re.search(r"\bbar\.(\w+)", site.argument).group(1)
+
+
+def simulate(case, num_sms, monkeypatch, *, causal=True, attn_sink=None):
+    """`mla_decode` on so few SMs; out and lse are checked against the oracle."""
+    for module in (plan, decode):
+        monkeypatch.setattr(module, "num_sms", lambda: num_sms)
+    monkeypatch.setattr(combine, "CTAS_PER_SM", 1)
+    kwargs = {"scale": inputs.SCALE, "causal": causal, "attn_sink": attn_sink}
+    simulation = simulator.Simulation(
+        lambda *args: decode.mla_decode(
+            *args, **kwargs, plan=None, return_lse=True, interpret=simulator.PARAMS
+        )
+    )
+    out, lse = simulation.run(*case.args)
+    expected_out, expected_lse = oracle.decode(*case.args, **kwargs)
+    tolerances.check("out", out, expected_out, tolerances.OUT[out.dtype.name])
+    tolerances.check("lse", lse, expected_lse, tolerances.LSE)
+    return plan.divide(case.seq_lens, rows=case.q_latent.shape[1] * case.q_latent.shape[2])
+
+
+def cuts(parts):
+    """How many parts begin inside a sequence."""
+    return int((parts[:, 1] > 0).sum())
+
+
+def test_split_and_whole_sequences_with_a_sink(monkeypatch):
+    sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
+    sink = jnp.array([0.5, np.inf, -np.inf, -3.0, 1.0, 0.0, 2.0, -1.0], jnp.float32)
+    case = inputs.decode_case((70, 1500, 0), **sizes)
+    assert cuts(simulate(case, 4, monkeypatch, attn_sink=sink)) == 2
+
+
+def test_small_pages_odd_heads_and_f16(monkeypatch):
+    """Six rows, P in a buffer of its own, four pages a tile, one page ending inside the mask."""
+    sizes = {"s_q": 2, "h_q": 3, "page_size": 16, "kv_lora_rank": 256, "rope_dim": 32}
+    case = inputs.decode_case((0, 65, 3, 0, 130), format="f16", dtype=jnp.float16, **sizes)
+    simulate(case, 2, monkeypatch)
+
+
+def test_tiled_rows_on_large_pages(monkeypatch):
+    """Eighty rows: the second tile is drawn back over the first."""
+    sizes = {"s_q": 5, "h_q": 16, "page_size": 128, "kv_lora_rank": 256, "rope_dim": 64}
+    case = inputs.decode_case((1000,), **sizes)
+    assert cuts(simulate(case, 4, monkeypatch)) == 1
+
+
+def test_deepseek_sizes(monkeypatch):
+    sizes = {"h_q": 64, "page_size": 32, "kv_lora_rank": 512, "rope_dim": 64}
+    simulate(inputs.decode_case((63, 200), **sizes), 1, monkeypatch, causal=False)
+
+
+@functools.cache
+def small():
+    """Inputs that reach every synchronisation: short and long sequences, dead tokens, empty rows.
+
+    One CTA takes them all, and each stage of the ring more than once.
+    """
+    case = inputs.decode_case((65, 130, 0, 1, 250), h_q=8, kv_lora_rank=256, rope_dim=64)
+    config = Config("bfloat16", 256, 64, 16, 8, 1, causal=True, has_sink=False)
+    launch = functools.partial(
+        entry.launch, config, scale=inputs.SCALE, attn_sink=None, interpret=simulator.PARAMS
+    )
+    parts = jnp.array([[0, 0, 5, 0, 0, -1]], jnp.int32)
+    return SimpleNamespace(simulation=simulator.Simulation(launch), args=(*case.args, parts))
+
+
+def test_no_false_alarm():
+    """Whatever the threads' speed: the clocks alone decide."""
+    for _ in range(3):
+        small().simulation.run(*small().args)
+
+
+def absent(site):
+    """The mutants without this call: of each role that may run it."""
+    if site.function in ROLES:
+        return [simulator.Mutant((site,))]
+    return [simulator.Mutant((site,), warpgroup=ROLES[role]) for role in MATH]
+
+
+ABSENT = [mutant for site in SITES for mutant in absent(site)]
+
+
+@pytest.mark.parametrize("mutant", ABSENT, ids=str)
+def test_each_synchronisation_is_needed(mutant):
+    with pytest.raises(simulator.Fault):
+        small().simulation.run(*small().args, mutant=mutant)
+
+
+def unordered():
+    """The mutants in which one role's waits for (arrivals at) one barrier bring no order."""
+    groups = {}
+    for site in SITES:
+        if site.kind != "commit_smem":
+            key = barrier_of(site), ROLES[site.function], site.kind
+            groups.setdefault(key, []).append(site)
+    return [
+        simulator.Mutant(tuple(group), unordered=True, warpgroup=warpgroup)
+        for (_, warpgroup, _), group in groups.items()
+    ]
+
+
+@pytest.mark.parametrize("mutant", unordered(), ids=str)
+def test_the_order_that_each_barrier_brings_is_needed(mutant):
+    with pytest.raises(simulator.Fault, match=r"^race$"):
+        small().simulation.run(*small().args, mutant=mutant)
+
+
+def header_table(first_column):
+    """Rows of the table in the kernel's header whose head begins so: lists of columns."""
+    lines = iter(kernel.__doc__.splitlines())
+    for line in lines:
+        if line.split()[:1] == [first_column]:
+            return [re.split(r"\s{2,}", line.strip()) for line in iter(lambda: next(lines), "")]
+    raise AssertionError(first_column)
+
+
+def test_header_names_every_barrier_and_who_waits():
+    barriers = Config("bfloat16", 512, 64, 64, 128, 1, causal=True, has_sink=False).barriers()
+    table = {row[0]: row for row in header_table("name")}
+    assert table.keys() == barriers.keys() == {barrier_of(s) for s in SITES if s.argument}
+    for name, row in table.items():
+        used = lambda kind, name=name: {
+            s.function.strip("_") for s in SITES if s.kind == kind and barrier_of(s) == name
+        }
+        assert used("barrier_wait") == {row[-1]}
+        assert all(role in row[2] for role in used("barrier_arrive")), row
+
+
+def test_header_names_every_buffer():
+    """The table's sum is what the configuration asks for."""
+    config = Config("bfloat16", 512, 64, 64, 128, 1, causal=True, has_sink=False)
+    table = {row[0]: int(row[-1]) for row in header_table("buffer")}
+    total = table.pop("sum")
+    table.pop("barriers")
+    assert table.keys() == config.smem().keys()
+    assert total * 1024 == config.smem_bytes()
