@@ -55,7 +55,7 @@ create() {
     done < <(if [ -n "${PYTHON:-}" ]; then type -P "$PYTHON" || printf '%s\n' "$PYTHON"; else candidates; fi)
     if [ -z "${PYTHON:-}" ] && command -v uv >/dev/null; then
         say "Making $venv with uv, which fetches Python $oldest"
-        if uv venv --no-config --seed --allow-existing --python "$oldest" "$venv" >&2; then return; fi
+        if uv venv --no-config --allow-existing --python "$oldest" "$venv" >&2; then return; fi
     fi
     say "error: no Python $oldest or newer was found${PYTHON:+ (PYTHON=$PYTHON)}."
     [ -z "$rejected" ] || printf 'Found, and not usable:\n%s' "$(sort -u <<<"$rejected" | sed '/^$/d')"$'\n' >&2
