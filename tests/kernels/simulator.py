@@ -163,7 +163,7 @@ def _patches() -> dict[Any, dict[str, Callable[..., Any]]]:
         args = (mesh_location, None, key, transforms, *args)
         result = get(token, *args, source_info=source_info, **kwargs)
         memory = gpu_callbacks._get_shared_memory()
-        key = gpu_callbacks.HostAllocationKey.from_array(key)
+        key = shared_memory.HostAllocationKey.from_array(key)
         transforms = gpu_callbacks._remove_noop_transforms(transforms)
         access = memory.access(key, jax.tree.map(int, transforms))
         position = memory.get_next_tma_thread_id()

@@ -1,0 +1,215 @@
+"""`plan_decode`: the key tiles of a step, divided over the SMs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mla_jax import DecodePlan, plan_decode
+from pallas_kernels.hopper import plan
+from pallas_kernels.hopper.limits import NUM_SMS
+
+SLACK = 2 * plan.MIN_PIECE + 2 * plan.SEQUENCE_COST + plan.COMBINE_COST
+"""How much longer, in key tiles, than an equal share the longest part may be: cuts move by up to a
+smallest piece, a cut sequence is started twice, and not splitting at all is worth a little."""
+
+
+@functools.cache
+def planner(rows, num_sms):
+    def divide(seq_lens):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(plan, "num_sms", lambda: num_sms)
+            return plan.divide(seq_lens, rows=rows)
+
+    return jax.jit(divide)
+
+
+def num_tiles(lens):
+    return -(-np.maximum(np.asarray(lens), 0) // 64)
+
+
+def pieces_of(parts, tiles):
+    """`(part, seq, begin, end)` of every piece, as the kernels read a plan."""
+    for part, (seq, tile, end_seq, end_tile, *_) in enumerate(parts):
+        for s in range(seq, end_seq + (end_tile > 0)):
+            yield part, s, tile if s == seq else 0, end_tile if s == end_seq else tiles[s]
+
+
+def check(lens, rows=1, num_sms=NUM_SMS):
+    """A plan keeps its promises; returns the pieces and the cost of each part."""
+    parts = np.asarray(planner(rows, num_sms)(jnp.asarray(lens, jnp.int32)))
+    tiles = num_tiles(lens)
+    num_parts = max(1, num_sms // -(-rows // 64))
+    assert parts.shape == (num_parts, 6) and parts.dtype == np.int32
+
+    pieces = list(pieces_of(parts, tiles))
+    covered = {s: 0 for s in range(len(lens))}
+    owners = {s: [] for s in range(len(lens))}
+    for part, s, begin, end in pieces:
+        assert begin == covered[s], f"tiles of sequence {s} before {begin} are twice or nowhere"
+        covered[s] = end
+        owners[s].append(part)
+        whole = (begin, end) == (0, tiles[s])
+        assert whole or end - begin >= plan.MIN_PIECE, f"a piece of sequence {s} is too short"
+    assert covered == dict(enumerate(tiles))
+    for s, by in owners.items():
+        assert by == list(range(by[0], by[0] + len(by))), f"parts of sequence {s}: {by}"
+
+    split = {by[-1]: by[0] for by in owners.values() if len(by) > 1}
+    merge = parts[:, 5]
+    assert merge[: len(split)].tolist() == sorted(split)
+    assert (merge[len(split) :] == -1).all()
+    for last, first in split.items():
+        assert parts[last, 4] == first, f"part {last} ends a sequence that begins in {first}"
+
+    costs = np.zeros(num_parts)
+    for part, _, begin, end in pieces:
+        costs[part] += end - begin + plan.SEQUENCE_COST
+    share = (tiles.sum() + plan.SEQUENCE_COST * len(lens)) / num_parts
+    assert costs.max() <= share + SLACK, f"the longest part is {costs.max()}, a share is {share}"
+    return pieces, costs
+
+
+lengths = st.one_of(
+    st.sampled_from([0, 0, 1, 63, 64, 65]), st.integers(0, 2000), st.integers(0, 200_000)
+)
+
+
+@given(
+    st.sampled_from([1, 2, 7, 130]).flatmap(lambda b: st.lists(lengths, min_size=b, max_size=b)),
+    st.sampled_from([(1, NUM_SMS), (80, NUM_SMS), (128, 3), (8, 1), (8, 5), (64 * NUM_SMS, 8)]),
+)
+def test_any_lengths(lens, device):
+    check(lens, *device)
+
+
+def busy(costs, share=0.5):
+    """The part of the SMs whose work is at least `share` of the longest."""
+    return np.mean(costs >= share * costs.max())
+
+
+@pytest.mark.parametrize(
+    ("lens", "rows"),
+    [
+        ([131072], 128),
+        ([100_000] + [64] * 60, 16),
+        ([64] * 60 + [100_000], 128),
+        ([0] * 200 + [50_000], 16),
+        ([0, 60_000, 0, 0, 90_000] + [0] * 50, 16),
+        ([4096] * 128, 128),
+        ([300, 40_000] * 40, 16),
+    ],
+    ids=lambda value: f"{len(value)} sequences" if isinstance(value, list) else f"{value} rows",
+)
+def test_every_sm_has_work(lens, rows):
+    _, costs = check(lens, rows)
+    assert busy(costs) > 0.9
+
+
+def test_splitting_stops_at_small_pieces():
+    """A short sequence alone: more, smaller pieces would cost more than they bring."""
+    pieces, _ = check([1024])
+    assert 1 < len(pieces) <= 1024 // 64 // plan.MIN_PIECE
+    assert len(check([64])[0]) == 1
+
+
+def test_equal_short_sequences_are_not_split():
+    pieces, _ = check([640] * NUM_SMS)
+    assert len(pieces) == NUM_SMS
+
+
+def test_nothing_but_empty_sequences():
+    pieces, _ = check([0] * 300)
+    assert len(pieces) == 300
+
+
+def test_negative_lengths_are_empty():
+    lens = jnp.array([5, -(2**31), 100], jnp.int32)
+    divide = planner(1, NUM_SMS)
+    np.testing.assert_array_equal(divide(lens), divide(jnp.maximum(lens, 0)))
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "q_len", "parts"), [(1, 1, 132), (16, 4, 132), (65, 1, 66), (128, 4, 16)]
+)
+def test_a_part_is_a_set_of_ctas_one_for_each_tile_of_rows(num_heads, q_len, parts):
+    make = functools.partial(plan_decode, num_heads=num_heads, q_len=q_len)
+    assert jax.eval_shape(make, jnp.array([5000], jnp.int32)).num_parts == parts
+
+
+def test_one_program_for_all_lengths():
+    """Traced lengths, on the device: nothing is read on the host, and no step follows another."""
+    make = functools.partial(plan_decode, num_heads=16, q_len=2, page_size=32)
+    lens = jnp.array([5, 0, 70_000], jnp.int32)
+    jitted, eager = jax.jit(make)(lens), make(lens)
+    np.testing.assert_array_equal(jitted.parts, eager.parts)
+    assert isinstance(jitted, DecodePlan)
+    assert (jitted.batch, jitted.num_heads, jitted.q_len, jitted.page_size) == (3, 16, 2, 32)
+
+
+def test_a_plan_is_a_pytree_with_one_array():
+    plan = plan_decode(jnp.array([5], jnp.int32), num_heads=16)
+    (leaf,) = jax.tree.leaves(plan)
+    assert leaf is plan.parts
+
+
+@pytest.mark.parametrize(
+    ("name", "planned", "size"),
+    [("batch", 2, 3), ("num_heads", 16, 8), ("q_len", 1, 2), ("page_size", 64, 16)],
+)
+def test_a_plan_for_another_call(name, planned, size):
+    plan = plan_decode(jnp.array([5, 6], jnp.int32), num_heads=16)
+    sizes = {"batch": 2, "num_heads": 16, "q_len": 1, "page_size": 64}
+    plan.check(**sizes)
+    with pytest.raises(ValueError) as raised:
+        plan.check(**{**sizes, name: size})
+    assert str(raised.value) == (
+        f"`plan` was made for {name}={planned}, this call has {name}={size}; "
+        "call plan_decode with the sizes of this step"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seq_lens", "sizes", "error", "message"),
+    [
+        (
+            jnp.zeros((2, 3), jnp.int32),
+            {},
+            ValueError,
+            "`seq_lens` has shape (2, 3): it must be [B] with B >= 1",
+        ),
+        (
+            jnp.zeros((0,), jnp.int32),
+            {},
+            ValueError,
+            "`seq_lens` has shape (0,): it must be [B] with B >= 1",
+        ),
+        (jnp.zeros((2,)), {}, TypeError, "`seq_lens` is float32: it must be int32"),
+        (
+            jnp.zeros((2,), jnp.int32),
+            {"num_heads": 0},
+            ValueError,
+            "`num_heads` is 0: it must be at least 1",
+        ),
+        (
+            jnp.zeros((2,), jnp.int32),
+            {"q_len": -1},
+            ValueError,
+            "`q_len` is -1: it must be at least 1",
+        ),
+        (
+            jnp.zeros((2,), jnp.int32),
+            {"page_size": 0},
+            ValueError,
+            "`page_size` is 0: it must be at least 1",
+        ),
+    ],
+)
+def test_wrong_arguments(seq_lens, sizes, error, message):
+    with pytest.raises(error) as raised:
+        plan_decode(seq_lens, **{"num_heads": 16, **sizes})
+    assert str(raised.value) == message
