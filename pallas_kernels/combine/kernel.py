@@ -21,10 +21,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper.limits import BLOCK_M
 from pallas_kernels.hopper.softmax import LN2, LOG2E
 
-BATCH = 8
+BATCH = 4
 """Pieces whose loads are in flight together."""
-WARPGROUPS = 4
-CTAS_PER_SM = 2
+WARPGROUPS = 2
+CTAS_PER_SM = 8
 
 
 def merge(

@@ -34,6 +34,8 @@ class Config:
     """Growth of the running maximum, base 2, that is let pass without rescaling (`hopper.softmax`)."""
     registers: tuple[int, int, int] = (240, 240, 24)
     """Per thread of `mma_wg0`, `mma_wg1`, `load_wg`; their sum is 3 x 168, what a CTA of 384 threads starts with."""
+    multicast: bool = False
+    """Two CTAs, of two row tiles of the same part, form a cluster and load every key tile once for both."""
     spill_bytes: int = 0
     """Spills the compile gate accepts."""
 
@@ -93,10 +95,16 @@ class Config:
     def barriers(self) -> dict[str, plgpu.Barrier]:
         """The barriers, by name; the kernel's header says who arrives and who waits."""
         stages = self.num_stages
+        if self.multicast:
+            k_empty = plgpu.ClusterBarrier(
+                collective_axes=("pair",), num_barriers=stages, num_arrivals=2
+            )
+        else:
+            k_empty = plgpu.Barrier(num_barriers=stages, num_arrivals=2)
         return {
             "q_full": plgpu.Barrier(num_arrivals=2),
             "k_full": plgpu.Barrier(num_barriers=stages, num_arrivals=2 * self.pages_per_tile),
-            "k_empty": plgpu.Barrier(num_barriers=stages, num_arrivals=2),
+            "k_empty": k_empty,
             "alpha_ready": plgpu.Barrier(num_barriers=stages),
             "p_ready": plgpu.Barrier(num_barriers=stages),
             "inverse_ready": plgpu.Barrier(),

@@ -159,7 +159,12 @@ def _load_wg(cta: Cta) -> None:
                 (cta.gmem.latent, cta.smem.kv_latent),
                 (cta.gmem.rope, cta.smem.k_rope),
             ):
-                plgpu.copy_gmem_to_smem(source.at[page, tokens], ring.at[stage, into], full_bar)
+                plgpu.copy_gmem_to_smem(
+                    source.at[page, tokens],
+                    ring.at[stage, into],
+                    full_bar,
+                    collective_axes="pair" if config.multicast else None,
+                )
 
     def run(piece: Piece, count):
         def load(i, _):
@@ -407,6 +412,8 @@ def decode(config: Config, inputs: dict[str, jax.Array], scale: float, interpret
             plgpu.set_max_registers(registers, action=action)
             # Found anew by every role: what lives across the branch must fit load_wg's registers.
             index, row_tiles = lax.axis_index("cta"), jnp.int32(config.row_tiles)
+            if config.multicast:
+                index = 2 * index + lax.axis_index("pair")
             part, row_tile = lax.div(index, row_tiles), lax.rem(index, row_tiles)
             scale_log2 = scale * LOG2E
             role(Cta(config, scale_log2, bool(interpret), gmem, smem_refs, bar, part, row_tile))
@@ -418,8 +425,10 @@ def decode(config: Config, inputs: dict[str, jax.Array], scale: float, interpret
         body,
         out_type=tuple(outputs.values()),
         scratch_types=[*smem.values(), *bars.values()],
-        grid=(num_parts * config.row_tiles,),
+        grid=(num_parts * config.row_tiles // (2 if config.multicast else 1),),
         grid_names=("cta",),
+        cluster=(2,) if config.multicast else (),
+        cluster_names=("pair",) if config.multicast else (),
         num_threads=len(ROLES),
         thread_name="wg",
         interpret=interpret,

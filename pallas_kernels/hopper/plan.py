@@ -33,7 +33,7 @@ def divide(seq_lens: Int[Array, " b"], *, rows: int) -> Int[Array, "parts 6"]:
     batch = tiles.shape[0]
     end = jnp.cumsum(tiles + SEQUENCE_COST)
     begin = end - tiles - SEQUENCE_COST
-    share = jnp.maximum(-(-end[-1] // num_parts), SEQUENCE_COST + MIN_PIECE)
+    share = jnp.maximum(-(-end[-1] // num_parts), MIN_PIECE)
     goal = jnp.minimum(jnp.arange(num_parts + 1) * share, end[-1])
     seq = jnp.searchsorted(end, goal, side="right")
     # One more, empty, sequence: the cuts behind the last one fall on its start.
