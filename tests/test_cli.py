@@ -181,7 +181,7 @@ def test_bad_numbers_name_the_option(args):
 def test_implementation_that_is_not_available():
     result = run("generate", "--checkpoint", V2, *IDS, "--implementation", "triton")
     assert result.exit_code == 2
-    assert result.stderr.startswith("error: --implementation: triton ")
+    assert result.stderr.startswith("error: --implementation: triton: ")
 
 
 def test_damaged_checkpoint_is_one_line(tmp_path):
@@ -447,8 +447,9 @@ def test_demo_compares_the_formats():
     }
     unquantised = rows[0]
     assert (unquantised[0], *unquantised[3:6]) == ("f32", "100.0%", "0", "never")
-    assert all(float(row[3].rstrip("%")) >= 50 and row[6] == "xla" for row in rows)
-    assert re.search(r"^mosaic did not run: it ", done.stdout, re.MULTILINE)
+    assert all(float(row[3].rstrip("%")) >= 50 for row in rows)
+    assert {row[6] for row in rows} <= {"mosaic", "xla"}
+    assert re.search(r"^triton did not run: \w", done.stdout, re.MULTILINE)
     for name in FORMATS:
         assert f"{name}: compiling, then generating" in done.stderr
 

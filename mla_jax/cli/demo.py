@@ -227,7 +227,7 @@ def _reasons(runs: dict[str, _Run]) -> list[str]:
             if not answer.available:
                 about.setdefault((answer.name, answer.reason), []).append(name)
     return [
-        f"{implementation} did not run{'' if len(names) == len(runs) else f' for {names}'}: it "
-        f"{reason}"
+        f"{implementation} did not run"
+        f"{'' if len(names) == len(runs) else ' for ' + ', '.join(names)}: {reason}"
         for (implementation, reason), names in about.items()
     ]

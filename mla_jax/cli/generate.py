@@ -102,7 +102,7 @@ def check_implementations(names: tuple[str, ...] | None) -> None:
         return
     answers = {answer.name: answer for answer in dispatch.explain("mla_decode")}
     if not any(answers[name].available for name in names):
-        reasons = "; ".join(f"{name} {answers[name].reason}" for name in names)
+        reasons = "; ".join(f"{name}: {answers[name].reason}" for name in names)
         console.fail(f"--implementation: {reasons}")
 
 
