@@ -12,8 +12,8 @@ What is added to the simulator:
   `commit_smem`, named by their places in the source, or makes the barriers there count without
   ordering anything. The program is compiled once for all mutants.
 
-Where it stays blind: CTAs run one after the other, their accesses to global memory are not
-compared; a barrier keeps the clock of all arrivals so far, so that a wait may order more than its
+Where it stays blind: clusters run one after the other, their accesses to global memory are not
+compared; a multicast copy is taken for a copy to the CTA that issues it; a barrier keeps the clock of all arrivals so far, so that a wait may order more than its
 own phase does; a warpgroup is one thread, so that what its warps do to each other is not seen.
 """
 
@@ -116,17 +116,19 @@ class _State:
         self.lock = threading.Lock()
 
     def block(self, thread, barrier=None) -> None:
-        """Raise if now every thread of the CTA waits or has ended, but not all have ended."""
+        """Raise if now every thread of the cluster waits or has ended, but not all have ended."""
         with self.lock:
             phase = barrier and barrier.last_observed_phase_by_thread.get(thread, 0)
             self.blocked[thread] = barrier, phase
-            if len(self.blocked) < gpu_callbacks._get_shared_memory().num_pallas_threads_per_block:
+            memory = gpu_callbacks._get_shared_memory()
+            threads = memory.num_pallas_threads_per_block * memory.num_blocks_per_cluster
+            if len(self.blocked) < threads:
                 return
             live = [(b, p) for b, p in self.blocked.values() if b is not None]
             if live and all(b.phase <= p for b, p in live):
                 raise RuntimeError("deadlock")
             if not live:
-                self.blocked = {}  # the next CTA begins
+                self.blocked = {}  # the next cluster begins
 
     def unblock(self, thread) -> None:
         with self.lock:

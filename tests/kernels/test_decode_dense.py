@@ -1,3 +1,5 @@
+"""`mla_decode` by `implementation="xla"`; `test_decode_dense_hopper.py` has the kernel."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,16 +10,13 @@ from hypothesis import strategies as st
 from mla_jax import LatentCache, append, mla_decode, plan_decode
 from pallas_kernels.formats import FORMATS
 from tests import inputs, oracle, tolerances
-from tests.kernels.implementations import implementations
 
 RAGGED = (0, 1, 63, 64, 65, 300)
 
 
-def check(case, implementation="xla", *, causal=True, attn_sink=None, plan=None):
+def check(case, *, causal=True, attn_sink=None, plan=None):
     kwargs = {"scale": inputs.SCALE, "causal": causal, "attn_sink": attn_sink}
-    out, lse = mla_decode(
-        *case.args, **kwargs, plan=plan, return_lse=True, implementation=implementation
-    )
+    out, lse = mla_decode(*case.args, **kwargs, plan=plan, return_lse=True, implementation="xla")
     assert out.dtype == case.q_latent.dtype and lse.dtype == jnp.float32
     expected_out, expected_lse = oracle.decode(*case.args, **kwargs)
     tolerances.check("out", out, expected_out, tolerances.OUT[out.dtype.name])
@@ -25,15 +24,13 @@ def check(case, implementation="xla", *, causal=True, attn_sink=None, plan=None)
     return out, lse
 
 
-@implementations("mla_decode")
 @pytest.mark.parametrize("format", FORMATS)
-def test_deepseek_sizes(format, implementation):
+def test_deepseek_sizes(format):
     dtype = {"f16": jnp.float16, "f32": jnp.float32}.get(format, jnp.bfloat16)
     sizes = {"kv_lora_rank": 512, "rope_dim": 64, "page_size": 64, "h_q": 16}
-    check(inputs.decode_case(RAGGED, format=format, dtype=dtype, **sizes), implementation)
+    check(inputs.decode_case(RAGGED, format=format, dtype=dtype, **sizes))
 
 
-@implementations("mla_decode")
 @pytest.mark.parametrize(
     ("page_size", "s_q", "h_q", "format", "dtype", "causal"),
     [
@@ -46,10 +43,10 @@ def test_deepseek_sizes(format, implementation):
         (64, 4, 2, "f16", jnp.bfloat16, True),
     ],
 )
-def test_pairwise(page_size, s_q, h_q, format, dtype, causal, implementation):
+def test_pairwise(page_size, s_q, h_q, format, dtype, causal):
     sizes = {"page_size": page_size, "s_q": s_q, "h_q": h_q}
     case = inputs.decode_case(RAGGED, format=format, dtype=dtype, **sizes)
-    check(case, implementation, causal=causal)
+    check(case, causal=causal)
 
 
 @pytest.mark.slow

@@ -1,0 +1,193 @@
+"""`mla_decode` on the Hopper kernel, against the oracle."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mla_jax import mla_decode, plan_decode
+from tests import inputs, oracle, tolerances
+from tests.kernels.pairwise import pairwise
+
+pytestmark = pytest.mark.hopper
+
+LENS = {
+    "ragged": (0, 1, 63, 64, 65, 300),
+    "split": (0, 9000, 1, 64, 0, 700),
+    "many": (*[700, 0, 65, 2000, 1, 129] * 6, 0, 0),
+}
+FORMATS = {"bf16": jnp.bfloat16, "f16": jnp.float16}
+
+# Less than a row of a swizzle atom, not whole atoms, one tile, whole tiles, tiles that overlap.
+HEADS_AND_QUERIES = [
+    *[(1, 1), (1, 4), (4, 1), (4, 3), (8, 1), (8, 2), (16, 1), (16, 4), (16, 5), (24, 1)],
+    *[(24, 4), (32, 1), (32, 2), (32, 3), (64, 1), (64, 2), (128, 1), (128, 2), (128, 4), (2, 40)],
+]
+
+
+def decode_case(lens, h_q=16, s_q=1, page_size=64, c=512, r=64, format="bf16", seed=0):
+    return inputs.decode_case(
+        lens,
+        h_q=h_q,
+        s_q=s_q,
+        page_size=page_size,
+        kv_lora_rank=c,
+        rope_dim=r,
+        format=format,
+        dtype=FORMATS[format],
+        seed=seed,
+    )
+
+
+def sinks(h_q):
+    sink = np.random.default_rng(1).standard_normal(h_q) * 3
+    sink[1::5], sink[2::5] = np.inf, -np.inf
+    return jnp.asarray(sink, jnp.float32)
+
+
+def poison_free_memory():
+    """What the allocator hands out next is NaN, not what an earlier test left there."""
+    jax.block_until_ready(jnp.full(1 << 26, jnp.nan))
+
+
+def compiled(scale=inputs.SCALE, causal=True, attn_sink=None):
+    """Lengths, table and plan are traced."""
+    kwargs = {"scale": scale, "causal": causal, "attn_sink": attn_sink, "return_lse": True}
+
+    @jax.jit
+    def decode(*args, plan=None):
+        return mla_decode(*args, **kwargs, plan=plan, implementation="mosaic")
+
+    return decode
+
+
+def assert_bitwise_equal(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(
+            np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8), strict=True
+        )
+
+
+def check(case, *, scale=inputs.SCALE, causal=True, attn_sink=None):
+    decode = compiled(scale, causal, attn_sink)
+    poison_free_memory()
+    out, lse = decode(*case.args)
+    assert out.dtype == case.q_latent.dtype and lse.dtype == jnp.float32
+    for _ in range(3):
+        assert_bitwise_equal(decode(*case.args), (out, lse))
+    expected_out, expected_lse = oracle.decode(
+        *case.args, scale=scale, causal=causal, attn_sink=attn_sink
+    )
+    tolerances.check("out", out, expected_out, tolerances.OUT[out.dtype.name])
+    tolerances.check("lse", lse, expected_lse, tolerances.LSE)
+    return out, lse
+
+
+CASES = pairwise(
+    HEADS_AND_QUERIES,
+    page_size=(16, 32, 64, 128),
+    lens=tuple(LENS),
+    c=(512, 256),
+    r=(64, 32),
+    format=tuple(FORMATS),
+    causal=(True, False),
+    sink=(False, True),
+)
+
+
+@pytest.mark.parametrize(
+    ("rows", "choice"),
+    CASES,
+    ids=lambda x: "-".join(map(str, x if type(x) is tuple else x.values())),
+)
+def test_pairwise(rows, choice):
+    h_q, s_q = rows
+    sizes = {name: choice[name] for name in ("page_size", "c", "r", "format")}
+    case = decode_case(LENS[choice["lens"]], h_q, s_q, **sizes)
+    check(case, causal=choice["causal"], attn_sink=sinks(h_q) if choice["sink"] else None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("r", [64, 32])
+@pytest.mark.parametrize("c", [512, 256])
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+@pytest.mark.parametrize(("h_q", "s_q"), [(5, 1), (16, 4), (128, 2)])
+def test_full_product(h_q, s_q, page_size, c, r, format):
+    check(decode_case(LENS["many"], h_q, s_q, page_size, c, r, format))
+
+
+def test_a_chunk_of_a_prompt():
+    """Thousands of rows; a sequence shorter than the chunk has queries that see nothing."""
+    out, lse = check(decode_case((1500, 1024, 300, 0), h_q=2, s_q=1024))
+    assert (np.asarray(out)[2, :724] == 0).all() and np.isneginf(lse[2, :, :724]).all()
+
+
+def test_long_ring():
+    """Every CTA takes each stage of the ring ten times and more, across sequences."""
+    check(decode_case((3000, 1, 2900, 0, 3100, 64) * 10, h_q=128))
+
+
+@pytest.mark.parametrize("lens", ["ragged", "split"])
+def test_rising_maximum(lens):
+    """Scores of hundreds: the running maximum rises by more than is let pass without rescaling."""
+    case = decode_case(LENS[lens], h_q=64)
+    check(case, scale=20.0)
+
+
+def test_large_scores_of_either_sign():
+    case = decode_case((0, 1, 65, 5000))
+    q_latent, q_rope, *rest = case.args
+    args = (q_latent * 1e4, q_rope * 1e4, *rest)
+    out, lse = compiled(scale=1.0)(*args)
+    expected_out, expected_lse = oracle.decode(*args, scale=1.0)
+    assert np.abs(expected_lse[1:]).max() > 1000
+    tolerances.check("out", out, expected_out, tolerances.LARGE_SCORES_OUT)
+    tolerances.check("lse", lse, expected_lse, tolerances.LSE)
+
+
+@functools.cache
+def typical():
+    return compiled(), decode_case(LENS["split"], h_q=16, s_q=2)
+
+
+def test_one_program_for_all_lengths():
+    """Lengths and table change from step to step; so does what is split."""
+    decode, case = typical()
+    for lens in ((0, 9000, 1, 64, 0, 700), (0, 100, 1, 0, 0, 700), (0, 0, 0, 0, 0, 0)):
+        args = (*case.args[:4], jnp.asarray(lens, jnp.int32))
+        out, lse = decode(*args)
+        expected_out, expected_lse = oracle.decode(*args, scale=inputs.SCALE)
+        tolerances.check("out", out, expected_out, tolerances.OUT["bfloat16"])
+        tolerances.check("lse", lse, expected_lse, tolerances.LSE)
+    assert decode._cache_size() == 1
+
+
+def test_plan_changes_nothing():
+    decode, case = typical()
+    plan = plan_decode(case.seq_lens, num_heads=16, q_len=2, page_size=64)
+    assert_bitwise_equal(decode(*case.args, plan=plan), decode(*case.args))
+
+
+def test_negative_lengths_are_empty():
+    decode, case = typical()
+    lens = jnp.asarray([-(2**31), 9000, -1, 64, 0, 700], jnp.int32)
+    with_zeros = decode(*case.args[:4], jnp.maximum(lens, 0))
+    assert_bitwise_equal(decode(*case.args[:4], lens), with_zeros)
+
+
+def test_output_alone_is_the_same():
+    decode, case = typical()
+    out = mla_decode(*case.args, scale=inputs.SCALE, implementation="mosaic")
+    assert_bitwise_equal([out], decode(*case.args)[:1])
+
+
+def test_it_is_what_none_chooses():
+    """`implementation=None` serves what this kernel can by it, and the rest by another."""
+    decode, case = typical()
+    call = functools.partial(mla_decode, scale=inputs.SCALE, return_lse=True)
+    assert_bitwise_equal(call(*case.args), decode(*case.args))
+    other = inputs.decode_case((40,), page_size=48)
+    assert_bitwise_equal(call(*other.args), call(*other.args, implementation="xla"))
