@@ -154,8 +154,7 @@ def run(
     limit_s: float,
 ) -> int:
     """Measure everything, print the table; the exit code."""
-    if reason := measure.lacking():
-        console.fail(f"the bench {reason}")
+    measure.require_gpu()
     about = {**measure.about(), "protocol": _protocol()}
     output = output or records.RESULTS / f"{records.slug(about['device'])}.json"
     with console.input_errors():

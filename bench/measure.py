@@ -1,5 +1,6 @@
 """Times of kernels (CUPTI), from Python to the result (host clock), and the GPU's ceilings."""
 
+import ctypes
 import functools
 import statistics
 import subprocess
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
 from mla_jax import dispatch
+from mla_jax.cli import console
 from pallas_kernels.hopper.gpus import Gpu
 
 CLEAR_BYTES = 256 << 20
@@ -48,10 +50,23 @@ class KernelTimes(NamedTuple):
     kernels: dict[str, float]
 
 
-def lacking() -> str:
-    """What this process lacks for a measurement, empty if nothing."""
-    answers = {answer.name: answer for answer in dispatch.explain("mla_decode")}
-    return answers["mosaic"].reason
+def require_gpu() -> None:
+    """Refuse to go on without a Hopper GPU.
+
+    Raises:
+        console.UserError: saying what there is instead.
+    """
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        # JAX's CUDA plugin would log at length that there is no driver.
+        jax.config.update("jax_platforms", "cpu")
+    try:
+        answers = {answer.name: answer for answer in dispatch.explain("mla_decode")}
+    except RuntimeError as error:
+        console.fail(f"JAX finds no device: {error}")
+    if not answers["mosaic"].available:
+        console.fail(f"this measurement {answers['mosaic'].reason}")
 
 
 def trace(run: Call) -> list[tuple[str, float]]:

@@ -11,7 +11,7 @@ import jax
 import typer
 from typer.core import TyperGroup
 
-from mla_jax.cli import console, demo, doctor, generate, memory
+from mla_jax.cli import bench, console, demo, doctor, generate, memory
 from mla_jax.dispatch import IMPLEMENTATIONS
 from pallas_kernels.formats import FORMATS
 
@@ -211,6 +211,24 @@ def doctor_command() -> None:
     """Say what this machine has, which implementations can run on it, and why others cannot."""
     _prepare_jax()
     doctor.run()
+
+
+@app.command(
+    "bench",
+    short_help="Measure the kernels; needs a clone of the repository.",
+    # What stands behind the name belongs to the bench.
+    context_settings={"allow_interspersed_args": False},
+    epilog="Benches: " + "; ".join(f"{name}, {what}" for name, what in bench.BENCHES.items()),
+)
+def bench_command(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Which bench.", show_default=False)],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[OPTIONS]...", help="Its options; --help lists them."),
+    ] = None,
+) -> None:
+    """Run a bench, as `python -m bench.NAME` does in a clone of the repository."""
+    bench.run(name, arguments or [])
 
 
 def _implementations(names: str | None) -> tuple[str, ...] | None:

@@ -1,0 +1,137 @@
+"""The kernel variants that the compile gate compiles.
+
+A variant is a frozen dataclass with `kernel` (the folder in pallas_kernels), `str` (the rest of its
+name), `function` and `arguments` (what to compile) and `declared` (what its kernels may take).
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from mla_jax import LatentCache
+from pallas_kernels import decode
+from pallas_kernels.decode_dense.config import Config
+from pallas_kernels.formats import unscaled_format
+
+BATCH, PAGES, TABLE = 4, 64, 16
+
+
+class Declared(NamedTuple):
+    """What one kernel of a variant may take."""
+
+    kernel: str
+    smem_bytes: int
+    """Of a CTA, `SMEM_ALIGN` of it for barriers; 0: none."""
+    spill_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeDense:
+    """`mla_decode` on a bf16 or f16 cache: attention and combine."""
+
+    dtype: str = "bfloat16"
+    h: int = 128
+    s_q: int = 1
+    page_size: int = 64
+    causal: bool = True
+    has_sink: bool = False
+    d_latent: int = 512
+    d_rope: int = 64
+
+    kernel = "decode_dense"
+
+    def __str__(self) -> str:
+        flags = ("causal" if self.causal else "full") + (" sink" if self.has_sink else "")
+        return (
+            f"{self.dtype} {self.h}x{self.s_q} {self.d_latent}+{self.d_rope} "
+            f"page {self.page_size} {flags}"
+        )
+
+    @property
+    def config(self) -> Config:
+        return Config(
+            dtype=self.dtype,
+            d_latent=self.d_latent,
+            d_rope=self.d_rope,
+            page_size=self.page_size,
+            num_heads=self.h,
+            q_len=self.s_q,
+            causal=self.causal,
+            has_sink=self.has_sink,
+        )
+
+    def declared(self) -> tuple[Declared, ...]:
+        """In the order of the kernels."""
+        config = self.config
+        return (
+            Declared(self.kernel, config.smem_bytes(), config.spill_bytes),
+            Declared("combine", 0, 0),
+        )
+
+    def function(self) -> Callable[..., Any]:
+        return functools.partial(_decode_dense, self.causal)
+
+    def arguments(self, array: Callable[[tuple[int, ...], Any], Any]) -> tuple[Any, ...]:
+        """The arguments of `function`, made by `array(shape, dtype)`."""
+        q = lambda d: array((BATCH, self.s_q, self.h, d), self.dtype)
+        pages = lambda d: array((PAGES, self.page_size, d), self.dtype)
+        cache = LatentCache(
+            pages(self.d_latent), pages(self.d_rope), None, unscaled_format(self.dtype).name
+        )
+        sink = array((self.h,), jnp.float32) if self.has_sink else None
+        table, lens = array((BATCH, TABLE), jnp.int32), array((BATCH,), jnp.int32)
+        return q(self.d_latent), q(self.d_rope), cache, table, lens, sink
+
+
+def _decode_dense(causal, q_latent, q_rope, cache, block_table, seq_lens, sink):
+    return decode.mla_decode(
+        q_latent,
+        q_rope,
+        cache,
+        block_table,
+        seq_lens,
+        scale=0.1,
+        causal=causal,
+        attn_sink=sink,
+        plan=None,
+        return_lse=True,
+    )
+
+
+Variant = DecodeDense
+
+HEADS = ((128, 1), (128, 2), (64, 1), (32, 1), (16, 1), (16, 4), (8, 1), (1, 1), (24, 3))
+
+
+def few() -> list[Variant]:
+    """Every value of every option, and most pairs: what `make test` compiles."""
+    f16 = "float16"
+    return [
+        DecodeDense(),
+        DecodeDense(h=16, s_q=4),
+        DecodeDense(h=16, has_sink=True, page_size=128),
+        DecodeDense(f16, h=128, s_q=2, has_sink=True, page_size=16, causal=False),
+        DecodeDense(f16, h=8, s_q=4, page_size=32, has_sink=True, d_latent=256, d_rope=32),
+        DecodeDense(h=24, s_q=3, page_size=128, d_rope=32),
+        DecodeDense(h=1, page_size=16, d_latent=256),
+    ]
+
+
+def every() -> list[Variant]:
+    """All heads, masks and sinks at the usual sizes; all sizes at 128 heads."""
+    heads = [
+        DecodeDense(h=h, s_q=s_q, causal=causal, has_sink=sink)
+        for (h, s_q), sink in itertools.product(HEADS, (False, True))
+        for causal in ((True, False) if s_q > 1 else (True,))
+    ]
+    sizes = [
+        DecodeDense(dtype, page_size=page_size, d_latent=d_latent, d_rope=d_rope)
+        for dtype, page_size, d_latent, d_rope in itertools.product(
+            ("bfloat16", "float16"), (16, 32, 64, 128), (512, 256), (64, 32)
+        )
+    ]
+    return list(dict.fromkeys([*few(), *heads, *sizes]))
