@@ -13,8 +13,9 @@ What is added to the simulator:
   ordering anything. The program is compiled once for all mutants.
 
 Where it stays blind: clusters run one after the other, their accesses to global memory are not
-compared; a multicast copy is taken for a copy to the CTA that issues it; a barrier keeps the clock of all arrivals so far, so that a wait may order more than its
-own phase does; a warpgroup is one thread, so that what its warps do to each other is not seen.
+compared; a multicast copy is taken for a copy to the CTA that issues it; a barrier keeps the clock
+of all arrivals so far, so that a wait may order more than its own phase does; a warpgroup is one
+thread, so that what its warps do to each other is not seen.
 """
 
 import ast

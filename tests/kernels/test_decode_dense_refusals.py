@@ -1,0 +1,103 @@
+"""What the Hopper dense decode refuses, and in which words; no GPU is needed for that."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mla_jax import Unsupported, dispatch, mla_decode
+from pallas_kernels.decode_dense import config
+from pallas_kernels.formats import FORMATS
+from tests import inputs
+
+SIZES = {"h_q": 4, "page_size": 64, "kv_lora_rank": 512, "rope_dim": 64}
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """As if this process had a Hopper GPU. The launch is left out."""
+    monkeypatch.setitem(dispatch._REQUIREMENTS, "mosaic", lambda: "")
+    monkeypatch.setattr("pallas_kernels.decode.entry.launch", lambda *_, **__: pytest.fail("ran"))
+
+
+def refusal(case, *, implementation="mosaic", scale=1.0):
+    with pytest.raises(Unsupported) as raised:
+        mla_decode(*case.args, scale=scale, implementation=implementation)
+    return str(raised.value)
+
+
+def message(reason):
+    return (
+        f"`implementation` is 'mosaic': cannot serve this mla_decode call (mosaic: {reason}); "
+        "use implementation=None for the best that can"
+    )
+
+
+def test_without_the_gpu():
+    if not dispatch._lacks_hopper():
+        pytest.skip("this process has one")
+    case = inputs.decode_case((3,), **SIZES)
+    found = getattr(jax.devices()[0], "platform", "")
+    assert refusal(case).startswith(
+        "`implementation` is 'mosaic': cannot serve this mla_decode call (mosaic: needs an NVIDIA "
+        f"Hopper GPU (compute capability 9.0), this process has: {found}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"page_size": 48}, "takes page_size of 16 or 32 or 64 or 128, this call has 48"),
+        ({"page_size": 256}, "takes page_size of 16 or 32 or 64 or 128, this call has 256"),
+        ({"kv_lora_rank": 384}, "takes kv_lora_rank of 256 or 512, this call has 384"),
+        ({"rope_dim": 48}, "takes rope_dim of 32 or 64, this call has 48"),
+    ],
+)
+def test_sizes(sizes, reason, hopper):
+    assert refusal(inputs.decode_case((3,), **{**SIZES, **sizes})) == message(reason)
+
+
+@pytest.mark.parametrize("format", sorted(FORMATS.keys() - {"bf16", "f16"}))
+def test_cache_formats(format, hopper):
+    case = inputs.decode_case((3,), format=format, **SIZES)
+    assert refusal(case) == message(f"takes a cache in bf16 or f16, this one is {format}")
+
+
+@pytest.mark.parametrize(
+    ("format", "cache_dtype", "dtype"),
+    [("bf16", "bfloat16", "float16"), ("f16", "float16", "float32")],
+)
+def test_queries_of_another_dtype(format, cache_dtype, dtype, hopper):
+    case = inputs.decode_case((3,), format=format, dtype=jnp.dtype(dtype), **SIZES)
+    reason = f"takes queries of the cache's dtype, {cache_dtype}, these are {dtype}"
+    assert refusal(case) == message(reason)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+def test_scale_that_is_not_positive(scale, hopper):
+    reason = f"takes a positive number as `scale`, not {scale}"
+    assert refusal(inputs.decode_case((3,), **SIZES), scale=scale) == message(reason)
+
+
+def test_traced_scale(hopper):
+    case = inputs.decode_case((3,), **SIZES)
+    decode = lambda scale: mla_decode(*case.args, scale=scale, implementation="mosaic")
+    with pytest.raises(Unsupported, match=r"mosaic: takes a positive number as `scale`, not "):
+        jax.jit(decode)(0.5)
+
+
+def test_what_is_refused_is_served_by_another(hopper):
+    case = inputs.decode_case((3,), **{**SIZES, "page_size": 48})
+    for implementation in (None, ("mosaic", "xla")):
+        mla_decode(*case.args, scale=1.0, implementation=implementation)
+
+
+@pytest.mark.parametrize("num_heads", [1, 128])
+@pytest.mark.parametrize("dtype", config.DTYPES)
+@pytest.mark.parametrize("page_size", config.PAGE_SIZES)
+@pytest.mark.parametrize("d_rope", config.D_ROPE)
+@pytest.mark.parametrize("d_latent", config.D_LATENT)
+def test_every_accepted_size_fits_the_shared_memory(d_latent, d_rope, page_size, dtype, num_heads):
+    accepted = config.Config(
+        dtype, d_latent, d_rope, page_size, num_heads, 1, causal=True, has_sink=True
+    )
+    assert not accepted.refusal()
