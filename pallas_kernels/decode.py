@@ -10,7 +10,6 @@ from pallas_kernels.decode_dense import entry
 from pallas_kernels.decode_dense.config import Config
 from pallas_kernels.errors import Unsupported
 from pallas_kernels.hopper.device import num_sms
-from pallas_kernels.hopper.limits import BLOCK_M
 from pallas_kernels.hopper.plan import divide
 
 FORMATS = ("bf16", "f16")
@@ -41,6 +40,8 @@ def mla_decode(
         raise Unsupported(
             f"takes queries of the cache's dtype, {cache.latent.dtype}, these are {q_latent.dtype}"
         )
+    if 0 in q_latent.shape:
+        raise Unsupported("takes a sequence, a query and a head at least")
     if isinstance(scale, jax.core.Tracer) or not (0.0 < float(scale) < math.inf):
         raise Unsupported(f"takes a positive number as `scale`, not {scale}")
     batch, q_len, num_heads, d_latent = q_latent.shape

@@ -85,6 +85,18 @@ def test_traced_scale(hopper):
         jax.jit(decode)(0.5)
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_no_sequences_or_queries(axis, hopper):
+    q_latent, q_rope, cache, table, lens = inputs.decode_case((0, 0), **SIZES).args
+    args = q_latent[:0], q_rope[:0], cache, table[:0], lens[:0]
+    if axis:
+        args = q_latent[:, :0], q_rope[:, :0], cache, table, lens
+    with pytest.raises(Unsupported) as raised:
+        mla_decode(*args, scale=1.0, implementation="mosaic")
+    assert str(raised.value) == message("takes a sequence, a query and a head at least")
+    assert mla_decode(*args, scale=1.0).size == 0
+
+
 def test_what_is_refused_is_served_by_another(hopper):
     case = inputs.decode_case((3,), **{**SIZES, "page_size": 48})
     for implementation in (None, ("mosaic", "xla")):
