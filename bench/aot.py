@@ -7,9 +7,11 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -59,18 +61,18 @@ def lacking() -> str:
     """What this process lacks to compile for Hopper, empty if nothing."""
     if sys.platform != "linux":
         return "compiling for Hopper needs Linux"
-    if not (_present("jax_cuda12_plugin") or _present("jax_cuda13_plugin")):
+    if not any(map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))):
         return "compiling for Hopper needs JAX's CUDA plugin: pip install 'mla-jax[aot]'"
-    if not (_present("nvidia.cuda_nvcc") or _present("nvidia.cu13")):
+    if not (_packaged("ptxas") or shutil.which("ptxas")):
         return "compiling for Hopper needs ptxas: pip install 'mla-jax[aot]'"
     return ""
 
 
-def _present(module: str) -> bool:
-    parent = module.rpartition(".")[0]
-    if parent and not _present(parent):
-        return False
-    return importlib.util.find_spec(module) is not None
+def _packaged(program: str) -> bool:
+    """Whether one of NVIDIA's packages brings the program."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = (spec.submodule_search_locations or []) if spec else []
+    return any(any(Path(folder).glob(f"*/bin/{program}")) for folder in folders)
 
 
 def compiler() -> str:

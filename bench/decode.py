@@ -19,7 +19,7 @@ import typer
 
 from bench import baselines, inputs, measure, records, report
 from bench.progress import progress
-from bench.shapes import GOALS, MORE, Shape
+from bench.shapes import SETS, Shape
 from mla_jax import mla_decode, plan_decode
 from mla_jax.cli import console
 from pallas_kernels.formats import FORMATS
@@ -224,6 +224,15 @@ def main(
         str | None,
         typer.Option(metavar="BxS_KxH[xS_Q],...", help="Measure these shapes.", show_default=False),
     ] = None,
+    chosen: Annotated[
+        str | None,
+        typer.Option(
+            "--set",
+            metavar="NAME",
+            help=f"Measure a set of shapes: {', '.join(SETS)}. Default: full; goals with --quick.",
+            show_default=False,
+        ),
+    ] = None,
     implementations: Annotated[
         str,
         typer.Option("--implementation", metavar="NAME,...", help="What to measure."),
@@ -258,7 +267,7 @@ def main(
         implementations = ",".join([implementations, *BASELINES])
     try:
         code = run(
-            _shapes(rows, quick),
+            _shapes(rows, chosen or ("goals" if quick else "full")),
             formats=_names("--format", formats, tuple(FORMATS)),
             implementations=_names("--implementation", implementations, (*OURS, *BASELINES)),
             iterations=iterations or (10 if quick else 30),
@@ -272,11 +281,12 @@ def main(
     raise typer.Exit(code)
 
 
-def _shapes(rows: str | None, quick: bool) -> list[Shape]:
+def _shapes(rows: str | None, chosen: str) -> list[Shape]:
     if rows is not None:
         with console.input_errors():
             return [Shape.parse(row.strip()) for row in rows.split(",")]
-    return [*GOALS] if quick else [*GOALS, *MORE]
+    (name,) = _names("--set", chosen, tuple(SETS))
+    return list(SETS[name])
 
 
 def _names(option: str, text: str, known: Sequence[str]) -> list[str]:

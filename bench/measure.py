@@ -2,10 +2,12 @@
 
 import ctypes
 import functools
+import os
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -67,6 +69,11 @@ def require_gpu() -> None:
         console.fail(f"JAX finds no device: {error}")
     if not answers["mosaic"].available:
         console.fail(f"this measurement {answers['mosaic'].reason}")
+    if not jax.config.jax_compilation_cache_dir:
+        # References, inputs and baselines need not be compiled in every run.
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(caches / "mla-jax"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 def trace(run: Call) -> list[tuple[str, float]]:

@@ -67,3 +67,13 @@ MORE = (
     Shape(1, 4096, 16),
 )
 """What a full run adds."""
+
+SETS = {
+    "goals": (*GOALS,),
+    "full": (*GOALS, *MORE),
+    # The table of the ETAP paper: few heads, from short to long.
+    "etap": tuple(Shape(b, 1 << n, 16) for b in (16, 32) for n in range(9, 17)),
+    # Expanding against the absorbed form, at 32K tokens.
+    "two-stage": tuple(Shape(b, 32768, 128) for b in (4, 8, 16, 32)),
+}
+"""Shapes to choose by name."""
