@@ -40,6 +40,7 @@ def measure_row(
     *,
     iterations: int,
     calls: int,
+    memory: bool = True,
     say: Callable[[str], None] = lambda text: None,
 ) -> records.Row:
     """Check and time one implementation on one shape.
@@ -51,9 +52,10 @@ def measure_row(
     say("making inputs")
     args = inputs.make(shape, format)
     if implementation == baselines.NAME:
-        call, comparison, dtype = _expanded(shape, args, say)
+        function, arguments, comparison, dtype = _expanded(shape, args, say)
     else:
-        call, comparison, dtype = _absorbed(shape, args, implementation, say)
+        function, arguments, comparison, dtype = _absorbed(shape, args, implementation, say)
+    call = lambda: function(*arguments)
     # The expanded form rounds keys and values per head to 16 bits: other limits hold for it.
     fault = comparison.fault(dtype) if implementation != baselines.NAME else ""
     if comparison.max_err != comparison.max_err or comparison.cos > 1e-3:
@@ -84,6 +86,7 @@ def measure_row(
         "us_warm": round(warm.total.median, 2),
         "us_end_to_end_quartiles": [round(host.low, 1), round(host.high, 1)],
         "cos_err": float(f"{comparison.cos:.3g}"),
+        **({"temp_bytes": measure.temp_bytes(function, *arguments)} if memory else {}),
         "kernels": _short({name: round(value, 2) for name, value in cold.kernels.items()}),
         "source": records.source_digest(),
     }
@@ -98,11 +101,11 @@ def _absorbed(shape: Shape, args: inputs.Inputs, implementation: str, say):
             *args, scale=inputs.SCALE, plan=plan, implementation=implementation
         )
     )
-    call = lambda: decode(args, plan)
     say("compiling")
-    found = jax.block_until_ready(call())
+    found = jax.block_until_ready(decode(args, plan))
     say("checking")
-    return call, inputs.compare(found, inputs.expected(*args)), found.dtype.name
+    comparison = inputs.compare(found, inputs.expected(*args))
+    return decode, (args, plan), comparison, found.dtype.name
 
 
 def _expanded(shape: Shape, args: inputs.Inputs, say):
@@ -110,13 +113,13 @@ def _expanded(shape: Shape, args: inputs.Inputs, say):
         raise NotImplementedError(reason)
     w_uk, w_uv = baselines.weights(shape.h)
     q = baselines.queries(shape)
-    call = lambda: baselines.attend(q, *args[2:], w_uk, w_uv)
+    arguments = (q, *args[2:], w_uk, w_uv)
     say("compiling and checking")
     absorbed = baselines.absorb(q, args, w_uk)
     wanted = inputs.expected(*absorbed, causal=False)
     wanted = jnp.einsum("bshc,hdc->bshd", wanted, w_uv.astype(jnp.float32))
-    found = call()
-    return call, inputs.compare(found, wanted), found.dtype.name
+    found = baselines.attend(*arguments)
+    return baselines.attend, arguments, inputs.compare(found, wanted), found.dtype.name
 
 
 def _short(kernels: dict[str, float], most: int = 12) -> dict[str, float]:
@@ -150,6 +153,7 @@ def run(
     implementations: Sequence[str],
     iterations: int,
     calls: int,
+    memory: bool,
     output: Path | None,
     limit_s: float,
 ) -> int:
@@ -176,7 +180,13 @@ def run(
             try:
                 with watchdog(name, limit_s):
                     row = measure_row(
-                        shape, format, implementation, iterations=iterations, calls=calls, say=say
+                        shape,
+                        format,
+                        implementation,
+                        iterations=iterations,
+                        calls=calls,
+                        memory=memory,
+                        say=say,
                     )
             except NotImplementedError as refusal:
                 faults.append((False, f"{name}: left out: {refusal}"))
@@ -272,6 +282,7 @@ def main(
             implementations=_names("--implementation", implementations, (*OURS, *BASELINES)),
             iterations=iterations or (10 if quick else 30),
             calls=50 if quick else 200,
+            memory=not quick,
             output=output,
             limit_s=limit,
         )

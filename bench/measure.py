@@ -153,6 +153,11 @@ def end_to_end(call: Call, *, iterations: int) -> Spread:
     return Spread.of(times)
 
 
+def temp_bytes(function: Any, *args: Any) -> int:
+    """Memory that a jitted function takes besides its arguments and its result."""
+    return function.lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
 def ceilings(iterations: int = 10) -> Gpu:
     """What the GPU reaches now: a matrix product of 8192^3 and traffic of several GiB.
 

@@ -24,6 +24,7 @@ COLUMNS: tuple[console.Column, ...] = (
     ("goal us", "right"),
     (f"{PEER} cold / warm", "right"),
     ("ratio", "right"),
+    ("temp MiB", "right"),
     ("max err", "right"),
 )
 """`ratio` is the peer's time over ours."""
@@ -67,6 +68,7 @@ def cells(row: records.Row, ceilings: Gpu) -> tuple[str, ...]:
         number(goal, 0),
         "" if peer is None else f"{peer['us_cold']} / {peer['us_back_to_back'] or '-'}",
         " / ".join("-" if x is None else f"{x:.2f}" for x in (cold, warm)) if peer else "",
+        number(row["temp_bytes"] / 2**20) if "temp_bytes" in row else "",
         f"{row['max_err']:.1e}",
     )
 

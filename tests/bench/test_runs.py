@@ -95,7 +95,7 @@ def test_comparison():
 
 def test_decode(no_gpu_needed, monkeypatch, tmp_path, capsys):
     log, output = no_gpu_needed, tmp_path / "out.json"
-    attend = functools.partial(baselines.attend, implementation="xla")
+    attend = jax.jit(functools.partial(baselines.attend, implementation="xla"))
     monkeypatch.setattr(baselines, "attend", attend)
     monkeypatch.setattr(baselines, "free_bytes", lambda: baselines.expand_bytes(shapes[0]))
     real = measure.kernel_times
@@ -111,6 +111,7 @@ def test_decode(no_gpu_needed, monkeypatch, tmp_path, capsys):
         implementations=["mosaic", "xla", baselines.NAME],
         iterations=2,
         calls=2,
+        memory=True,
         output=output,
         limit_s=100,
     )
@@ -120,6 +121,7 @@ def test_decode(no_gpu_needed, monkeypatch, tmp_path, capsys):
         "xla": 50.0,
         baselines.NAME: 50.0,
     }
+    assert all(r["temp_bytes"] > 0 for r in results["rows"])
     assert results["rows"][0]["tflops"] == round(shapes[0].flops / 50 / 1e6, 1)
     assert results["device"] == "cpu" and results["protocol"]["page_size"] == 64
     said = capsys.readouterr()
@@ -138,6 +140,7 @@ def test_a_wrong_result_is_not_timed(no_gpu_needed, monkeypatch, tmp_path, capsy
         implementations=["xla"],
         iterations=2,
         calls=2,
+        memory=True,
         output=output,
         limit_s=100,
     )
