@@ -22,8 +22,8 @@ FORMATS = {"bf16": jnp.bfloat16, "f16": jnp.float16}
 
 # Less than a row of a swizzle atom, not whole atoms, one tile, whole tiles, tiles that overlap.
 HEADS_AND_QUERIES = [
-    *[(1, 1), (1, 4), (4, 1), (4, 3), (8, 1), (8, 2), (16, 1), (16, 4), (16, 5), (24, 1)],
-    *[(24, 4), (32, 1), (32, 2), (32, 3), (64, 1), (64, 2), (128, 1), (128, 2), (128, 4), (2, 40)],
+    *[(1, 1), (1, 4), (4, 1), (4, 3), (8, 2), (16, 1), (16, 4), (16, 5)],
+    *[(24, 1), (24, 4), (32, 2), (32, 3), (64, 1), (128, 1), (128, 2), (2, 40)],
 ]
 
 
@@ -130,11 +130,9 @@ def test_long_ring():
     check(decode_case((3000, 1, 2900, 0, 3100, 64) * 10, h_q=128))
 
 
-@pytest.mark.parametrize("lens", ["ragged", "split"])
-def test_rising_maximum(lens):
+def test_rising_maximum():
     """Scores of hundreds: the running maximum rises by more than is let pass without rescaling."""
-    case = decode_case(LENS[lens], h_q=64)
-    check(case, scale=20.0)
+    check(decode_case(LENS["many"], h_q=64), scale=20.0)
 
 
 def test_large_scores_of_either_sign():
