@@ -26,6 +26,11 @@ L2_POLICY = f"{CLEAR_BYTES >> 20} MiB written before each call"
 Call = Callable[[], Any]
 
 
+NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
+"""Compiler options of programs that are traced: XLA puts longer rows of kernels into CUDA graphs,
+and what was captured before the profiler came may be hidden from it."""
+
+
 class MeasurementError(Exception):
     """The profiler's answer makes no sense."""
 
@@ -139,6 +144,11 @@ def _split(timings: list[tuple[str, float]], prefix: list[str], iterations: int)
         median = statistics.median(run[i][1] for run in runs)
         kernels[name] = kernels.get(name, 0.0) + median
     return KernelTimes(Spread.of([sum(us for _, us in run) for run in runs]), kernels)
+
+
+def traceable(function: Callable) -> Callable:
+    """`function` as a program whose kernels the profiler sees one by one."""
+    return jax.jit(lambda *args: function(*args), compiler_options=NO_GRAPHS)
 
 
 def end_to_end(call: Call, *, iterations: int) -> Spread:

@@ -76,7 +76,9 @@ class State(NamedTuple):
     seq_lens: jax.Array
 
 
-def make_step(config: MLAConfig, implementation: str) -> Step:
+def make_step(
+    config: MLAConfig, implementation: str, compiler_options: dict[str, str] | None = None
+) -> Step:
     """The jitted step `(params, caches, tokens, block_table, seq_lens) -> (tokens, caches)`."""
     options = {}
     if implementation == WITHOUT:
@@ -86,7 +88,7 @@ def make_step(config: MLAConfig, implementation: str) -> Step:
     graphdef, abstract = nnx.split(nnx.eval_shape(build))
     treedef = jax.tree.structure(abstract)
 
-    @functools.partial(jax.jit, donate_argnames="caches")
+    @functools.partial(jax.jit, donate_argnames="caches", compiler_options=compiler_options)
     def step(params, caches, tokens, block_table, seq_lens):
         model = nnx.merge(graphdef, jax.tree.unflatten(treedef, params))
         logits, caches = model.decode(
@@ -126,12 +128,17 @@ def make_caches(config: MLAConfig, *, batch: int, context: int) -> tuple[LatentC
     )
 
 
-def time_step(step: Step, state: State, caches: Any, *, steps: int) -> tuple[StepTimes, Any]:
-    """Time `step`; returns the caches too, for they are donated."""
+def time_step(
+    step: Step, traceable: Step, state: State, caches: Any, *, steps: int
+) -> tuple[StepTimes, Any]:
+    """Time `step`, and the kernels of `traceable`, the same step as the profiler needs it.
+
+    Returns the caches too, for they are donated.
+    """
     tokens = jnp.zeros(state.seq_lens.shape, jnp.int32)
     carry = [tokens, caches]
 
-    def run(count: int) -> jax.Array:
+    def run(count: int, step: Step = step) -> jax.Array:
         for _ in range(count):
             tokens, caches = step(
                 state.params, carry[1], carry[0], state.block_table, state.seq_lens
@@ -146,7 +153,8 @@ def time_step(step: Step, state: State, caches: Any, *, steps: int) -> tuple[Ste
         jax.block_until_ready(run(steps))
         rounds.append(1e6 * (time.perf_counter() - start) / steps)
     kernels: dict[str, float] = {}
-    for name, us in measure.trace(lambda: run(steps)):
+    jax.block_until_ready(run(1, traceable))
+    for name, us in measure.trace(lambda: run(steps, traceable)):
         kernels[name] = kernels.get(name, 0.0) + us / steps
     longest = sorted(kernels, key=lambda name: -kernels[name])[:8]
     times = StepTimes(
@@ -250,14 +258,15 @@ def run(
             tokens = jnp.zeros(batch, jnp.int32)
             args = (state.block_table, state.seq_lens)
             first_tokens[name], caches = step(state.params, caches, tokens, *args)
-            times, caches = time_step(step, state, caches, steps=steps)
+            traceable = make_step(config, name, measure.NO_GRAPHS)
+            times, caches = time_step(step, traceable, state, caches, steps=steps)
             say(f"{times.host.median:.0f} us a step, {times.kernels:.0f} us of kernels", done=True)
             if rest is None:
                 rest = times
                 continue
             rows.append(row(config, state, name, times, rest))
             records.add(output, about, rows[-1:])
-            del step
+            del step, traceable
             gc.collect()
     show(config, rows)
     same = statistics.mean(
