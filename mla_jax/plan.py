@@ -1,4 +1,4 @@
-"""`plan_decode`: the division of one decode step's work, made on the device, once, for all layers."""
+"""The division of one decode step's work: made on the device, once, for all layers."""
 
 import dataclasses
 
@@ -42,20 +42,23 @@ class DecodePlan:
 def plan_decode(
     seq_lens: Int[Array, " b"], *, num_heads: int, q_len: int = 1, page_size: int = 64
 ) -> DecodePlan:
-    """Divide a decode step over the SMs of the GPU; pure jnp, so it runs on the device and under `jax.jit`.
+    """Divide a decode step over the SMs of the GPU.
+
+    Pure jnp: it runs on the device and under `jax.jit`, and copies nothing to the host.
 
     Args:
-      seq_lens: `[B]` int32, tokens in the cache of each sequence, the new ones included; 0 is legal.
-      num_heads: query heads on this device.
-      q_len: query tokens per sequence in this step.
-      page_size: tokens per cache page.
+        seq_lens: tokens in the cache of each sequence, the new ones included; 0 is legal.
+        num_heads: query heads on this device.
+        q_len: query tokens per sequence in this step.
+        page_size: tokens per cache page.
 
     Returns:
-      A `DecodePlan`, valid for every layer of the step and for any implementation (those that need none ignore it).
+        A `DecodePlan`, valid for every layer of the step and for any implementation (those that
+        need none ignore it).
 
     Raises:
-      ValueError: `seq_lens` is not `[B]`, or a size is not positive.
-      TypeError: `seq_lens` is not int32.
+        ValueError: `seq_lens` is not `[B]`, or a size is not positive.
+        TypeError: `seq_lens` is not int32.
     """
     if seq_lens.ndim != 1 or seq_lens.shape[0] == 0:
         raise ValueError(f"`seq_lens` has shape {seq_lens.shape}: it must be [B] with B >= 1")

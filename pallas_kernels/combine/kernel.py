@@ -3,9 +3,10 @@
     lse[r] = log sum_i exp(lse_i[r])
     out[r] = sum_i exp(lse_i[r] - lse[r]) * out_i[r]
 
-(FlashAttention-2, arXiv:2307.08691, sec. 3.1, applied once more over the pieces.) One warpgroup takes one row of one
-split sequence at a time, four neighbouring columns a thread; the warpgroups of the grid stride over all such rows. A
-step without split sequences costs the launch only. No shared memory.
+(FlashAttention-2, arXiv:2307.08691, sec. 3.1, applied once more over the pieces.) One warpgroup
+takes one row of one split sequence at a time, four neighbouring columns a thread; the warpgroups of
+the grid stride over all such rows. A step without split sequences costs the launch only. No shared
+memory.
 """
 
 import functools
@@ -59,8 +60,10 @@ def merge(
 
         def run(item):
             part, row = part_of(item), lax.rem(item, jnp.int32(rows))
-            slot_row = row if rows <= BLOCK_M else jnp.where(
-                row < tile_start[1], row, row - tile_start[0] + tile_start[1]
+            slot_row = (
+                row
+                if rows <= BLOCK_M
+                else jnp.where(row < tile_start[1], row, row - tile_start[0] + tile_start[1])
             )
             seq, head = gmem.parts[part, 0], gmem.parts[part, 4]
             pieces = part - head + 1

@@ -1,8 +1,8 @@
-"""Static parameters of the dense decode kernel: what it accepts, its shared memory, its registers."""
+"""Static parameters of the dense decode kernel: what it accepts, its shared memory, its
+registers."""
 
 import dataclasses
 from typing import Any
-
 
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -31,11 +31,11 @@ class Config:
     num_stages: int = 2
     """Key tiles in flight."""
     slack: float = 8.0
-    """Growth of the running maximum, base 2, that is let pass without rescaling (`hopper.softmax`)."""
+    """Growth of the running maximum, base 2, that is let pass without rescaling
+    (`hopper.softmax`)."""
     registers: tuple[int, int, int] = (240, 240, 24)
-    """Per thread of `mma_wg0`, `mma_wg1`, `load_wg`; their sum is 3 x 168, what a CTA of 384 threads starts with."""
-    multicast: bool = False
-    """Two CTAs, of two row tiles of the same part, form a cluster and load every key tile once for both."""
+    """Per thread of `mma_wg0`, `mma_wg1`, `load_wg`; their sum is 3 x 168, what a CTA of 384
+    threads starts with."""
     spill_bytes: int = 0
     """Spills the compile gate accepts."""
 
@@ -55,7 +55,8 @@ class Config:
 
     @property
     def q_tile_rows(self) -> int:
-        """`tile_rows` in whole swizzle atoms of 8 rows, as TMA loads them; the entry pads to that."""
+        """`tile_rows` in whole swizzle atoms of 8 rows, as TMA loads them; the entry pads to
+        that."""
         return -(-self.tile_rows // 8) * 8
 
     @property
@@ -69,7 +70,8 @@ class Config:
 
     @property
     def p_in_rope(self) -> bool:
-        """P takes the place of its tile's rope keys, dead once the scores are there, if they are as wide."""
+        """P takes the place of its tile's rope keys, dead once the scores are there, if they are as
+        wide."""
         return self.d_rope == BLOCK_KV
 
     def smem(self) -> dict[str, Any]:
@@ -95,16 +97,10 @@ class Config:
     def barriers(self) -> dict[str, plgpu.Barrier]:
         """The barriers, by name; the kernel's header says who arrives and who waits."""
         stages = self.num_stages
-        if self.multicast:
-            k_empty = plgpu.ClusterBarrier(
-                collective_axes=("pair",), num_barriers=stages, num_arrivals=2
-            )
-        else:
-            k_empty = plgpu.Barrier(num_barriers=stages, num_arrivals=2)
         return {
             "q_full": plgpu.Barrier(num_arrivals=2),
             "k_full": plgpu.Barrier(num_barriers=stages, num_arrivals=2 * self.pages_per_tile),
-            "k_empty": k_empty,
+            "k_empty": plgpu.Barrier(num_barriers=stages, num_arrivals=2),
             "alpha_ready": plgpu.Barrier(num_barriers=stages),
             "p_ready": plgpu.Barrier(num_barriers=stages),
             "inverse_ready": plgpu.Barrier(),
@@ -134,5 +130,3 @@ class Config:
         if self.smem_bytes() > SMEM_BYTES:
             return f"needs {self.smem_bytes()} bytes of shared memory, an SM has {SMEM_BYTES}"
         return ""
-
-

@@ -1,12 +1,14 @@
 """Dense paged decode of absorbed MLA on Hopper.
 
-For every sequence and every row r of its folded (query, head) pairs, over the keys j that the row may see:
+For every sequence and every row r of its folded (query, head) pairs, over the keys j that the row
+may see:
 
     s[r, j] = q_latent[r] . latent[j] + q_rope[r] . rope[j]
     out[r]  = sum_j softmax(scale * s[r])[j] * latent[j]
 
-A CTA owns one tile of 64 rows and one part of the plan: a contiguous run of key tiles (64 tokens) that may begin and
-end inside a sequence. Within a sequence the tiles are taken last to first, so that those that need a mask come first.
+A CTA owns one tile of 64 rows and one part of the plan: a contiguous run of key tiles (64 tokens)
+that may begin and end inside a sequence. Within a sequence the tiles are taken last to first, so
+that those that need a mask come first.
 
 Timeline of a tile i (stage i % num_stages), time running down; `->` are the barriers below:
 
@@ -20,8 +22,9 @@ Timeline of a tile i (stage i % num_stages), time running down; `->` are the bar
                 <-k_empty-   wait for O_left                       wait for O_right
                 <-k_empty------------------------------------------
 
-V is the latent part of the K tile that is there already; P enters O_left from registers and is published for mma_wg1
-while that product runs. P lies over the tile's rope keys, which no one needs once S is there.
+V is the latent part of the K tile that is there already; P enters O_left from registers and is
+published for mma_wg1 while that product runs. P lies over the tile's rope keys, which no one needs
+once S is there.
 
 Shared memory (bf16, d_latent 512, d_rope 64, 2 stages):
 
@@ -68,6 +71,7 @@ from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M, LAUNCH_REGISTERS
 from pallas_kernels.hopper.mma import add_dot, dot, opaque_zero
 from pallas_kernels.hopper.softmax import LN2, LOG2E, Softmax, rescale
 
+
 @dataclasses.dataclass(frozen=True)
 class Piece:
     """The key tiles `[begin, end)` of sequence `seq` that this CTA works on, last to first."""
@@ -101,8 +105,8 @@ class Cta:
 
     @property
     def first_row(self) -> jax.Array:
-        """First row of the tile. The last tile begins early if it would reach past the rows: those that it shares
-        with the tile before it are computed twice, alike."""
+        """First row of the tile. The last tile begins early if it would reach past the rows: those
+        that it shares with the tile before it are computed twice, alike."""
         return jnp.minimum(self.row_tile * BLOCK_M, self.config.rows - self.config.tile_rows)
 
     @property
@@ -149,7 +153,8 @@ def _load_wg(cta: Cta) -> None:
         last_page = lax.div(piece.seq_len - 1, jnp.int32(config.page_size))
         for i in range(config.pages_per_tile):
             token = tile * BLOCK_KV + i * page_tokens
-            # A page behind the sequence's end is replaced by its last one: entries there may be anything.
+            # A page behind the sequence's end is replaced by its last one: entries there may be
+            # anything.
             index = jnp.minimum(lax.div(token, jnp.int32(config.page_size)), last_page)
             page = cta.gmem.block_table[piece.seq, index]
             tokens = pl.ds(lax.rem(token, jnp.int32(config.page_size)), page_tokens)
@@ -159,12 +164,7 @@ def _load_wg(cta: Cta) -> None:
                 (cta.gmem.latent, cta.smem.kv_latent),
                 (cta.gmem.rope, cta.smem.k_rope),
             ):
-                plgpu.copy_gmem_to_smem(
-                    source.at[page, tokens],
-                    ring.at[stage, into],
-                    full_bar,
-                    collective_axes="pair" if config.multicast else None,
-                )
+                plgpu.copy_gmem_to_smem(source.at[page, tokens], ring.at[stage, into], full_bar)
 
     def run(piece: Piece, count):
         def load(i, _):
@@ -212,22 +212,22 @@ def _mma_wg0(cta: Cta) -> None:
     def run(piece: Piece, count):
         # Keys that every row sees; a tile that reaches past them needs the mask.
         seen_by_all = piece.seq_len - (config.q_len - 1 if config.causal else 0)
-        masked = piece.end - lax.div(jnp.maximum(seen_by_all, 0), jnp.int32(BLOCK_KV))
-        masked = jnp.clip(masked, 0, piece.tiles)
+        first_unmasked = piece.end - lax.div(jnp.maximum(seen_by_all, 0), jnp.int32(BLOCK_KV))
 
-        def tile_step(i, carry, q_rope, *, mask: bool, last: bool = False):
+        def tile_step(i, carry, *, mask: bool, after_scores: Callable[[], None] = lambda: None):
             acc, softmax = carry
             stage = cta.stage(count + i)
             plgpu.barrier_wait(bar.k_full.at[stage])
             zero = jnp.int32(0) if cta.interpret else opaque_zero(piece.seq_len + i)
             s = dot(
                 [
-                    (q_rope, smem.k_rope.at[stage].T),
                     (smem.q_latent.at[zero], smem.kv_latent.at[stage].T),
+                    (smem.q_rope.at[zero], smem.k_rope.at[stage].T),
                 ],
                 (BLOCK_M, BLOCK_KV),
                 interpret=cta.interpret,
             )
+            after_scores()
             if mask:
                 s = _mask(cta, piece, piece.end - 1 - i, s)
                 _zero_dead_tokens(cta, piece, piece.end - 1 - i, stage, left)
@@ -241,7 +241,8 @@ def _mma_wg0(cta: Cta) -> None:
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(bar.p_ready.at[stage])
 
-            # MEASURED (prototype, H200): issuing the product before P is published, 228 us against 243.
+            # MEASURED (prototype, H200): issuing the product before P is published, 228 us against
+            # 243.
             acc = add_dot(
                 rescale(acc, alpha, interpret=cta.interpret),
                 p,
@@ -254,15 +255,14 @@ def _mma_wg0(cta: Cta) -> None:
 
         def live():
             plgpu.barrier_wait(bar.q_full)
-            q_rope = plgpu.load(smem.q_rope.at[0], layout=WGMMA)
             carry = full((BLOCK_M, config.d_half), 0.0, jnp.float32), Softmax.start(BLOCK_M)
-            carry = lax.fori_loop(
-                0, masked, lambda i, c: tile_step(i, c, q_rope, mask=True), carry
-            )
-            acc, softmax = lax.fori_loop(
-                masked, piece.tiles, lambda i, c: tile_step(i, c, q_rope, mask=False), carry
-            )
-            load_q(next_live(piece.seq + 1))
+            last = piece.tiles - 1
+            split = jnp.clip(first_unmasked, 0, last)
+            carry = lax.fori_loop(0, split, functools.partial(tile_step, mask=True), carry)
+            carry = lax.fori_loop(split, last, functools.partial(tile_step, mask=False), carry)
+            # The queries are dead once the last scores are there: the next sequence's may come.
+            load_next_q = lambda: load_q(next_live(piece.seq + 1))
+            acc, softmax = tile_step(last, carry, mask=True, after_scores=load_next_q)
             inverse, lse2 = softmax.finish()
             if config.has_sink:
                 inverse = lax.cond(
@@ -336,7 +336,8 @@ def _mma_wg1(cta: Cta) -> None:
 
 
 def _mask(cta: Cta, piece: Piece, tile, s: jax.Array) -> jax.Array:
-    """-inf where a row may not see a key: behind the end, or, causal, behind the row's own token."""
+    """-inf where a row may not see a key: behind the end, or, causal, behind the row's own
+    token."""
     config = cta.config
     iota = lambda dim: plgpu.broadcasted_iota(jnp.int32, s.shape, dim, layout=WGMMA)
     limit = piece.seq_len - tile * BLOCK_KV
@@ -347,7 +348,8 @@ def _mask(cta: Cta, piece: Piece, tile, s: jax.Array) -> jax.Array:
 
 
 def _zero_dead_tokens(cta: Cta, piece: Piece, tile, stage, cols: slice) -> None:
-    """Zero the rows of V behind the sequence's end: what lies there may be NaN, and 0 x NaN is NaN."""
+    """Zero the rows of V behind the sequence's end: what lies there may be NaN, and 0 x NaN is
+    NaN."""
     live = piece.seq_len - tile * BLOCK_KV
 
     @pl.when(live < BLOCK_KV)
@@ -381,7 +383,8 @@ def _store(cta: Cta, piece: Piece, out: jax.Array, cols: slice) -> None:
 
     @pl.when(jnp.logical_not(piece.whole))
     def _():
-        cta.gmem.partial[piece.slot, cta.padded_rows, cols] = out
+        ref = cta.gmem.partial.at[piece.slot, cta.padded_rows, cols]
+        store_rows(ref, out, BLOCK_M, interpret=cta.interpret)
 
 
 ROLES = (_mma_wg0, _mma_wg1, _load_wg)
@@ -389,7 +392,8 @@ ROLES = (_mma_wg0, _mma_wg1, _load_wg)
 
 def decode(config: Config, inputs: dict[str, jax.Array], scale: float, interpret: Any = None):
     """Launch the kernel: `(out, lse, partial, partial_lse2)`, natural-log `lse`; rows beyond a
-    sequence's are undefined in `lse` and the partial results, as are partials of whole sequences."""
+    sequence's are undefined in `lse` and the partial results, as are partials of whole
+    sequences."""
     batch = inputs["q_latent"].shape[0]
     num_parts = inputs["parts"].shape[0]
     padded = config.row_tiles * BLOCK_M
@@ -412,8 +416,6 @@ def decode(config: Config, inputs: dict[str, jax.Array], scale: float, interpret
             plgpu.set_max_registers(registers, action=action)
             # Found anew by every role: what lives across the branch must fit load_wg's registers.
             index, row_tiles = lax.axis_index("cta"), jnp.int32(config.row_tiles)
-            if config.multicast:
-                index = 2 * index + lax.axis_index("pair")
             part, row_tile = lax.div(index, row_tiles), lax.rem(index, row_tiles)
             scale_log2 = scale * LOG2E
             role(Cta(config, scale_log2, bool(interpret), gmem, smem_refs, bar, part, row_tile))
@@ -425,10 +427,8 @@ def decode(config: Config, inputs: dict[str, jax.Array], scale: float, interpret
         body,
         out_type=tuple(outputs.values()),
         scratch_types=[*smem.values(), *bars.values()],
-        grid=(num_parts * config.row_tiles // (2 if config.multicast else 1),),
+        grid=(num_parts * config.row_tiles,),
         grid_names=("cta",),
-        cluster=(2,) if config.multicast else (),
-        cluster_names=("pair",) if config.multicast else (),
         num_threads=len(ROLES),
         thread_name="wg",
         interpret=interpret,

@@ -1,5 +1,7 @@
 """The few device functions that Pallas has no primitive for, written in Mosaic GPU's own terms."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import FragmentedArray
@@ -10,15 +12,18 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 
 from pallas_kernels.hopper.layouts import WGMMA, WGMMA_ROW
 
+inline_mgpu: Any = plgpu.inline_mgpu  # its type does not say that it drops the argument `ctx`
 
-@plgpu.inline_mgpu(
-    arg_types=(WGMMA_ROW,), return_type=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=plgpu.Layout.WG_SPLAT(()))
+
+@inline_mgpu(
+    arg_types=(WGMMA_ROW,),
+    return_type=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=plgpu.Layout.WG_SPLAT(())),
 )
 def warp_any_below_one(ctx, values):
     """Whether any of the `values`, one per accumulator row, of *this warp's* rows is below 1.
 
-    The answer is uniform in a warp and may differ between warps. That is enough for a branch around ordinary
-    arithmetic: wgmma needs whole warps only, and no barrier may stand inside the branch.
+    The answer is uniform in a warp and may differ between warps. That is enough for a branch around
+    ordinary arithmetic: wgmma needs whole warps only, and no barrier may stand inside the branch.
     """
     del ctx
     one = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), 1.0))
@@ -40,14 +45,11 @@ def warp_any_below_one(ctx, values):
 
 def store_rows(ref, tile: jax.Array, rows: int, *, interpret: bool) -> None:
     """Store the first `rows` rows of an accumulator tile to global memory; `ref` has just those."""
-    if rows == tile.shape[0]:
-        ref[...] = tile
-        return
     if interpret:
         ref[...] = tile[:rows]
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))
+    @inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))
     def store(ctx, ref, tile):
         del ctx
         i32 = ir.IntegerType.get_signless(32)
@@ -60,16 +62,23 @@ def store_rows(ref, tile: jax.Array, rows: int, *, interpret: bool) -> None:
         first = arith.addi(arith.muli(row, const(row_stride)), col)
         first = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [first], element)
         # A thread holds pairs of columns, 8 apart, of two rows, 8 apart. Addresses are one pointer
-        # and constants: found pair by pair they would be hoisted, and spilled.
+        # and constants: as Pallas finds them, pair by pair, they are hoisted, and spilled.
         _, pairs, *_ = tile.registers.shape
+
+        def store_half(half):
+            for pair in range(pairs):
+                offset = 8 * half * row_stride + 8 * pair
+                at = mgpu_utils.getelementptr(first, [offset], element)
+                llvm.store(tile.registers[0, pair, 0, 0, half, 0, 0, 0, 0], at)
+
         for half in range(2):
+            if rows == tile.shape[0]:
+                store_half(half)
+                continue
             inside = arith.cmpi(arith.CmpIPredicate.slt, row, const(rows - 8 * half))
             branch = scf.IfOp(inside)
             with ir.InsertionPoint(branch.then_block):
-                for pair in range(pairs):
-                    offset = 8 * half * row_stride + 8 * pair
-                    at = mgpu_utils.getelementptr(first, [offset], element)
-                    llvm.store(tile.registers[0, pair, 0, 0, half, 0, 0, 0, 0], at)
+                store_half(half)
                 scf.yield_([])
 
     store(ref, tile)

@@ -12,9 +12,13 @@ WGMMA_ROW = WGMMA.reduce(1)
 
 
 def tiled(cols: int, itemsize: int) -> tuple[plgpu.Transform, ...]:
-    """Transforms of a `[rows, cols]` tile that TMA writes and wgmma reads: the widest swizzle that fits."""
+    """Transforms of a `[rows, cols]` tile that TMA writes and wgmma reads: the widest swizzle."""
     swizzle = min(128, cols * itemsize)
-    return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
+    # pyright takes these classes of jax 0.11 for abstract.
+    return (
+        plgpu.TilingTransform((8, swizzle // itemsize)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
+    )
 
 
 def across(row_values: jax.Array, cols: int) -> jax.Array:

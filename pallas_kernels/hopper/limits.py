@@ -13,8 +13,8 @@ REGISTERS = 65_536
 """32-bit registers of one SM."""
 
 LAUNCH_REGISTERS = 168
-"""Registers per thread that a CTA of three warpgroups starts with: 65,536 / 384, rounded down to 8s.
-`setmaxnreg` moves registers between its warpgroups and cannot exceed three times this."""
+"""Registers per thread that a CTA of three warpgroups starts with: 65,536 / 384, rounded down to
+8s. `setmaxnreg` moves registers between its warpgroups and cannot exceed three times this."""
 
 WARPGROUP = 128
 """Threads that issue one wgmma together."""

@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+Accumulator: Any = plgpu.ACC
 Operand = Any
 """A shared-memory ref, or (left operand only) an array in registers."""
 
@@ -22,8 +23,8 @@ Operand = Any
 def opaque_zero(non_negative: jax.Array) -> jax.Array:
     """0, in a way that the compiler cannot see.
 
-    Indexing a loop-invariant operand by it keeps LLVM from hoisting that operand's wgmma descriptors, some 70
-    of them, out of the loop, where they would not fit the registers.
+    Indexing a loop-invariant operand by it keeps LLVM from hoisting that operand's wgmma
+    descriptors, some 70 of them, out of the loop, where they would not fit the registers.
     """
     return lax.shift_right_logical(non_negative, 31)
 
@@ -37,8 +38,8 @@ def dot(
 ) -> jax.Array:
     """Sum of `a @ b` over the operand pairs, float32, waiting for the result.
 
-    A pair with `a` in registers must come first: ptxas serialises the kernel (C7513) if another wgmma is in
-    flight when one starts to read its registers.
+    A pair with `a` in registers must come first: ptxas serialises the kernel (C7513) if another
+    wgmma is in flight when one starts to read its registers.
     """
     if interpret:
         return _in_flight(lambda: sum(_plain(a, b) for a, b in operands), after_issue)
@@ -50,7 +51,7 @@ def dot(
             after_issue()
         return acc[...]
 
-    return pl.run_scoped(issue, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(issue, Accumulator(shape, jnp.float32))
 
 
 def add_dot(
@@ -70,7 +71,7 @@ def add_dot(
         if after_issue is not None:
             after_issue()
 
-    return pl.run_state(issue)(plgpu.ACC.init(acc))
+    return pl.run_state(issue)(Accumulator.init(acc))
 
 
 def _in_flight(product: Callable[[], Any], after_issue: Callable[[], None] | None) -> jax.Array:

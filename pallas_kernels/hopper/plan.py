@@ -1,8 +1,9 @@
 """The division of a decode step's key tiles over the CTAs, by all decode kernels.
 
-Every sequence has its key tiles (64 tokens each). Laid end to end they are one line, cut here into as many
-contiguous parts as there are CTAs to work on them, so that one long sequence is split over many SMs and many short
-ones share one (the idea of stream-K, arXiv:2301.03598, and of FlashMLA's scheduler; here without a sequential loop).
+Every sequence has its key tiles (64 tokens each). Laid end to end they are one line, cut here into
+as many contiguous parts as there are CTAs to work on them, so that one long sequence is split over
+many SMs and many short ones share one (the idea of stream-K, arXiv:2301.03598, and of FlashMLA's
+scheduler; here without a sequential loop).
 """
 
 import jax.numpy as jnp
@@ -23,10 +24,10 @@ MIN_PIECE = 4
 def divide(seq_lens: Int[Array, " b"], *, rows: int) -> Int[Array, "parts 6"]:
     """Divide a step of `rows` folded (query, head) rows per sequence over the SMs.
 
-    Row `p` is `(seq, tile, end_seq, end_tile, head, merge)`. Part `p` starts at key tile `tile` of sequence `seq` and
-    ends before tile `end_tile` of sequence `end_seq`; sequence `seq` itself starts in part `head`, which is `p` unless
-    it was split. The column `merge` lists, apart from the rows that it stands in, the parts in which a split sequence
-    ends, then -1.
+    Row `p` is `(seq, tile, end_seq, end_tile, head, merge)`. Part `p` starts at key tile `tile` of
+    sequence `seq` and ends before tile `end_tile` of sequence `end_seq`; sequence `seq` itself
+    starts in part `head`, which is `p` unless it was split. The column `merge` lists, apart from
+    the rows that it stands in, the parts in which a split sequence ends, then -1.
     """
     num_parts = max(1, num_sms() // -(-rows // BLOCK_M))
     tiles = -(-jnp.maximum(seq_lens, 0) // BLOCK_KV)
@@ -44,7 +45,8 @@ def divide(seq_lens: Int[Array, " b"], *, rows: int) -> Int[Array, "parts 6"]:
         return jnp.where(at_end, seq + 1, seq), jnp.where(at_end, 0, tile)
 
     def longest(cut_seq, cut_tile):
-        """Cost of the longest part; a part that starts inside a sequence pays for starting it again."""
+        """Cost of the longest part; a part that starts inside a sequence pays for starting it
+        again."""
         cost = begin[cut_seq] + jnp.where(cut_tile > 0, SEQUENCE_COST + cut_tile, 0)
         return jnp.max(jnp.diff(cost) + jnp.where(cut_tile[:-1] > 0, SEQUENCE_COST, 0))
 

@@ -1,4 +1,7 @@
-"""Online softmax over key tiles, in base 2 (arXiv:1805.02867; FlashAttention-2, arXiv:2307.08691, sec. 3.1)."""
+"""Online softmax over key tiles, in base 2.
+
+Sources: arXiv:1805.02867; FlashAttention-2, arXiv:2307.08691, sec. 3.1.
+"""
 
 from typing import NamedTuple
 
@@ -13,11 +16,15 @@ LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 
 NO_MAXIMUM = -1e30
-"""Running maximum of a row that has seen no key: finite, so that masked scores (-inf) less it stay -inf."""
+"""Running maximum of a row that has seen no key: finite, so that masked scores (-inf) less it stay
+-inf."""
 
 
 class Softmax(NamedTuple):
-    """Running state of the rows: `m`, what is subtracted from the base-2 scores; `l`, the sum of `exp2(s - m)`."""
+    """Running state of the rows.
+
+    `m` is what is subtracted from the base-2 scores, `l` the sum of `exp2(s - m)`.
+    """
 
     m: jax.Array
     l: jax.Array
@@ -27,11 +34,11 @@ class Softmax(NamedTuple):
         return Softmax(full((rows,), NO_MAXIMUM, jnp.float32), full((rows,), 0.0, jnp.float32))
 
     def step(self, s, scale_log2: float, slack: float) -> tuple["Softmax", jax.Array, jax.Array]:
-        """Take in a tile of scores; returns the new state, `p`, and `alpha`, the factor of all that came before.
+        """Take in a tile of scores: the new state, `p`, and `alpha`, the factor of all before.
 
-        `m` follows the maximum only where that has grown by more than `slack` (base 2): until then `p` is at
-        most `2**slack`, which costs no accuracy in floating point, and `alpha` is exactly 1, so that the
-        accumulators need no rescaling.
+        `m` follows the maximum only where that has grown by more than `slack` (base 2): until then
+        `p` is at most `2**slack`, which costs no accuracy in floating point, and `alpha` is exactly
+        1, so that the accumulators need no rescaling.
         """
         m_max = jnp.maximum(self.m, s.max(axis=1) * scale_log2)
         m = jnp.where(m_max > self.m + slack, m_max, self.m)
@@ -43,7 +50,8 @@ class Softmax(NamedTuple):
         """`(1 / l, base-2 log-sum-exp)`; a row without keys has 0 and -inf."""
         empty = self.l == 0.0
         safe = jnp.where(empty, 1.0, self.l)
-        return jnp.where(empty, 0.0, 1.0 / safe), jnp.where(empty, -jnp.inf, self.m + jnp.log2(safe))
+        inverse = jnp.where(empty, 0.0, 1.0 / safe)
+        return inverse, jnp.where(empty, -jnp.inf, self.m + jnp.log2(safe))
 
 
 def rescale(acc: jax.Array, alpha: jax.Array, *, interpret: bool) -> jax.Array:
