@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import jax
+import jax.core
 
 from pallas_kernels.combine.kernel import merge
 from pallas_kernels.decode_dense import entry

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-Accumulator: Any = plgpu.ACC
+Accumulator: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 Operand = Any
 """A shared-memory ref, or (left operand only) an array in registers."""
 
