@@ -105,9 +105,11 @@ def _absorbed(shape: Shape, args: inputs.Inputs, implementation: str, say):
         )
     )
     say("compiling")
-    found = jax.block_until_ready(decode(args, plan))
+    checked = inputs.contract_inputs(args)
+    found = jax.block_until_ready(decode(checked, plan))
     say("checking")
-    comparison = inputs.compare(found, inputs.expected(*args))
+    chosen, some = inputs.some_sequences(checked)
+    comparison = inputs.compare(found[chosen], inputs.expected(*some))
     return decode, (args, plan), comparison, found.dtype.name
 
 

@@ -1,5 +1,6 @@
 """Inputs made on the device, and what a decode step must give for them."""
 
+import dataclasses
 import functools
 import math
 from typing import NamedTuple
@@ -47,6 +48,26 @@ def make(shape: Shape, format: str = "bf16", seed: int = 0) -> Inputs:
         _fill(cache_key, num_pages, format, dtype),
         jnp.asarray(pages.reshape(shape.b, max_pages), jnp.int32),
         jnp.full(shape.b, shape.s_k, jnp.int32),
+    )
+
+
+@jax.jit
+def contract_inputs(args: Inputs) -> Inputs:
+    """The same with values as the contract's tolerances take them: N(0,1) / 10, clamped to 1."""
+    small = lambda x: jnp.clip(x / 10, -1, 1).astype(x.dtype)
+    cache = args.cache
+    if cache.scale is None:
+        cache = dataclasses.replace(cache, latent=small(cache.latent), rope=small(cache.rope))
+    return args._replace(q_latent=small(args.q_latent), q_rope=small(args.q_rope), cache=cache)
+
+
+def some_sequences(args: Inputs, most: int = 4) -> tuple[np.ndarray, Inputs]:
+    """Indices of a few sequences, the first and the last among them, and their arguments."""
+    batch = args.q_latent.shape[0]
+    chosen = np.unique(np.linspace(0, batch - 1, min(batch, most)).astype(int))
+    q_latent, q_rope, cache, block_table, seq_lens = args
+    return chosen, Inputs(
+        q_latent[chosen], q_rope[chosen], cache, block_table[chosen], seq_lens[chosen]
     )
 
 

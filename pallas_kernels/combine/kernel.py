@@ -115,7 +115,7 @@ def merge(
         thread_name="wg",
         kernel_name="mla_decode_combine",
     )
-    pl.kernel(
+    kernel: Any = pl.kernel(
         body,
         out_type=(),
         mesh=mesh,
@@ -126,7 +126,8 @@ def merge(
             reduction_scratch_bytes=0,
         ),
         interpret=interpret,
-    )(
+    )
+    kernel(
         partial,
         partial_lse2,
         parts,
