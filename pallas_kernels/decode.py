@@ -1,10 +1,12 @@
 """`implementation="mosaic"` of `mla_decode`: plan, attention kernel, combine kernel."""
 
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.core
+from jax.custom_batching import sequential_vmap
 
 from pallas_kernels.combine.kernel import merge
 from pallas_kernels.decode_dense import entry
@@ -43,9 +45,11 @@ def mla_decode(
         )
     if 0 in q_latent.shape:
         raise Unsupported("takes a sequence, a query and a head at least")
-    if isinstance(scale, jax.core.Tracer) or not (0.0 < float(scale) < math.inf):
-        raise Unsupported(f"takes a positive number as `scale`, not {scale}")
-    batch, q_len, num_heads, d_latent = q_latent.shape
+    if isinstance(scale, jax.core.Tracer):
+        raise Unsupported("takes a number as `scale`, not a traced value")
+    if not 0.0 < float(scale) < math.inf:
+        raise Unsupported(f"takes a positive, finite `scale`, not {float(scale)}")
+    _, q_len, num_heads, d_latent = q_latent.shape
     config = Config(
         dtype=str(q_latent.dtype),
         d_latent=d_latent,
@@ -59,6 +63,17 @@ def mla_decode(
     if refusal := config.refusal():
         raise Unsupported(refusal)
     parts = divide(seq_lens, rows=config.rows) if plan is None else plan.parts
+    attend = functools.partial(_attend, config, float(scale), interpret)
+    if interpret is None:
+        # One program for all layers of a model; and, for vmap, which Pallas cannot do to `merge`,
+        # one call after the other.
+        attend = sequential_vmap(functools.partial(_attend_jit, config, float(scale), None))
+    out, lse = attend(q_latent, q_rope, cache, block_table, seq_lens, parts, attn_sink)
+    return (out, lse) if return_lse else out
+
+
+def _attend(config: Config, scale: float, interpret: Any, *arrays: Any):
+    q_latent, q_rope, cache, block_table, seq_lens, parts, attn_sink = arrays
     out, lse, partial, partial_lse2, sink = entry.launch(
         config,
         q_latent,
@@ -67,15 +82,15 @@ def mla_decode(
         block_table,
         seq_lens,
         parts,
-        scale=float(scale),
+        scale=scale,
         attn_sink=attn_sink,
         interpret=interpret,
     )
     out, lse = merge(
         out, lse, partial, partial_lse2, parts, sink, num_sms=num_sms(), interpret=interpret
     )
-    out = out.reshape(batch, q_len, num_heads, d_latent)
-    if not return_lse:
-        return out
-    lse = entry.untile_rows(lse, config.rows).reshape(batch, q_len, num_heads)
-    return out, lse.transpose(0, 2, 1)
+    lse = entry.untile_rows(lse, config.rows).reshape(q_latent.shape[:3])
+    return out.reshape(q_latent.shape), lse.transpose(0, 2, 1)
+
+
+_attend_jit = jax.jit(_attend, static_argnums=(0, 1, 2))

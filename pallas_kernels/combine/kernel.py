@@ -113,7 +113,6 @@ def merge(
         grid_names=("cta",),
         num_threads=WARPGROUPS,
         thread_name="wg",
-        kernel_name="mla_decode_combine",
     )
     kernel: Any = pl.kernel(
         body,
@@ -126,6 +125,7 @@ def merge(
             reduction_scratch_bytes=0,
         ),
         interpret=interpret,
+        name="mla_decode_combine",
     )
     kernel(
         partial,

@@ -133,6 +133,8 @@ class Cta:
         first_seq, first_tile, end_seq, end_tile = (self.gmem.parts[self.part, i] for i in range(4))
         seq_len = jnp.maximum(self.gmem.seq_lens[seq], 0)
         tiles = lax.div(seq_len + (BLOCK_KV - 1), jnp.int32(BLOCK_KV))
+        # Tokens that the block table has no place for do not exist.
+        seq_len = jnp.minimum(seq_len, self.gmem.block_table.shape[1] * self.config.page_size)
         begin = jnp.where(seq == first_seq, first_tile, 0)
         end = jnp.where(seq == end_seq, end_tile, tiles)
         slot = 2 * self.part + (seq != first_seq).astype(jnp.int32)

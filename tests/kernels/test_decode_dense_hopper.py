@@ -176,6 +176,27 @@ def test_negative_lengths_are_empty():
     assert_bitwise_equal(decode(*case.args[:4], lens), with_zeros)
 
 
+def test_lengths_that_the_table_has_no_place_for():
+    sizes = {"h_q": 16, "page_size": 64, "kv_lora_rank": 512, "rope_dim": 64}
+    case = inputs.decode_case((64, 640, 3), max_pages=10, **sizes)
+    out, lse = compiled()(*case.args[:4], case.seq_lens.at[1].set(20_000))
+    wanted_out, wanted_lse = oracle.decode(*case.args, scale=inputs.SCALE)
+    tolerances.check("out", out, wanted_out, tolerances.OUT[out.dtype.name])
+    tolerances.check("lse", lse, wanted_lse, tolerances.LSE)
+
+
+def test_vmap_is_one_call_after_the_other():
+    case = decode_case((65, 0, 300), h_q=16)
+    q_latent, q_rope, *rest = case.args
+    double = lambda x: jnp.stack([x, -x])
+    decode = jax.jit(jax.vmap(lambda a, b: compiled()(a, b, *rest)))
+    out, lse = decode(double(q_latent), double(q_rope))
+    for i, sign in enumerate((1, -1)):
+        alone = compiled()(sign * q_latent, sign * q_rope, *rest)
+        assert jnp.array_equal(out[i], alone[0])
+        assert jnp.array_equal(lse[i], alone[1])
+
+
 def test_output_alone_is_the_same():
     decode, case = typical()
     out = mla_decode(*case.args, scale=inputs.SCALE, implementation="mosaic")
