@@ -18,6 +18,7 @@ from pallas_kernels.decode_dense.config import Config
 from pallas_kernels.formats import unscaled_format
 
 BATCH, PAGES, TABLE = 4, 64, 16
+SCALE = 0.1
 
 
 class Declared(NamedTuple):
@@ -41,11 +42,14 @@ class DecodeDense:
     has_sink: bool = False
     d_latent: int = 512
     d_rope: int = 64
+    run_scale: bool = False
+    """`scale` is traced."""
 
     kernel = "decode_dense"
 
     def __str__(self) -> str:
         flags = ("causal" if self.causal else "full") + (" sink" if self.has_sink else "")
+        flags += " traced scale" if self.run_scale else ""
         return (
             f"{self.dtype} {self.h}x{self.s_q} {self.d_latent}+{self.d_rope} "
             f"page {self.page_size} {flags}"
@@ -62,6 +66,7 @@ class DecodeDense:
             q_len=self.s_q,
             causal=self.causal,
             has_sink=self.has_sink,
+            scale=None if self.run_scale else SCALE,
         )
 
     def declared(self) -> tuple[Declared, ...]:
@@ -84,17 +89,18 @@ class DecodeDense:
         )
         sink = array((self.h,), jnp.float32) if self.has_sink else None
         table, lens = array((BATCH, TABLE), jnp.int32), array((BATCH,), jnp.int32)
-        return q(self.d_latent), q(self.d_rope), cache, table, lens, sink
+        scale = array((), jnp.float32) if self.run_scale else None
+        return q(self.d_latent), q(self.d_rope), cache, table, lens, sink, scale
 
 
-def _decode_dense(causal, q_latent, q_rope, cache, block_table, seq_lens, sink):
+def _decode_dense(causal, q_latent, q_rope, cache, block_table, seq_lens, sink, scale):
     return decode.mla_decode(
         q_latent,
         q_rope,
         cache,
         block_table,
         seq_lens,
-        scale=0.1,
+        scale=SCALE if scale is None else scale,
         causal=causal,
         attn_sink=sink,
         plan=None,
@@ -112,7 +118,7 @@ def few() -> list[Variant]:
     f16 = "float16"
     return [
         DecodeDense(),
-        DecodeDense(h=16, s_q=4),
+        DecodeDense(h=16, s_q=4, run_scale=True),
         DecodeDense(h=16, has_sink=True, page_size=128),
         DecodeDense(f16, h=128, s_q=2, has_sink=True, page_size=16, causal=False),
         DecodeDense(f16, h=8, s_q=4, page_size=32, has_sink=True, d_latent=256, d_rope=32),

@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 import jax
-import jax.core
+import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
 from pallas_kernels.combine.kernel import merge
@@ -45,11 +45,9 @@ def mla_decode(
         )
     if 0 in q_latent.shape:
         raise Unsupported("takes a sequence, a query and a head at least")
-    if isinstance(scale, jax.core.Tracer):
-        raise Unsupported("takes a number as `scale`, not a traced value")
-    if not 0.0 < float(scale) < math.inf:
-        raise Unsupported(f"takes a positive, finite `scale`, not {float(scale)}")
     _, q_len, num_heads, d_latent = q_latent.shape
+    # A positive number is compiled in; anything else costs the kernel a product per score.
+    is_number = not isinstance(scale, jax.Array) and 0.0 < float(scale) < math.inf
     config = Config(
         dtype=str(q_latent.dtype),
         d_latent=d_latent,
@@ -59,21 +57,23 @@ def mla_decode(
         q_len=q_len,
         causal=causal,
         has_sink=attn_sink is not None,
+        scale=float(scale) if is_number else None,
     )
     if refusal := config.refusal():
         raise Unsupported(refusal)
     parts = divide(seq_lens, rows=config.rows) if plan is None else plan.parts
-    attend = functools.partial(_attend, config, float(scale), interpret)
+    attend = functools.partial(_attend, config, interpret)
     if interpret is None:
         # One program for all layers of a model; and, for vmap, which Pallas cannot do to `merge`,
         # one call after the other.
-        attend = sequential_vmap(functools.partial(_attend_jit, config, float(scale), None))
-    out, lse = attend(q_latent, q_rope, cache, block_table, seq_lens, parts, attn_sink)
+        attend = sequential_vmap(functools.partial(_attend_jit, config, None))
+    run_scale = None if is_number else jnp.asarray(scale, jnp.float32)
+    out, lse = attend(q_latent, q_rope, cache, block_table, seq_lens, parts, attn_sink, run_scale)
     return (out, lse) if return_lse else out
 
 
-def _attend(config: Config, scale: float, interpret: Any, *arrays: Any):
-    q_latent, q_rope, cache, block_table, seq_lens, parts, attn_sink = arrays
+def _attend(config: Config, interpret: Any, *arrays: Any):
+    q_latent, q_rope, cache, block_table, seq_lens, parts, attn_sink, run_scale = arrays
     out, lse, partial, partial_lse2, sink = entry.launch(
         config,
         q_latent,
@@ -82,7 +82,7 @@ def _attend(config: Config, scale: float, interpret: Any, *arrays: Any):
         block_table,
         seq_lens,
         parts,
-        scale=scale,
+        run_scale=run_scale,
         attn_sink=attn_sink,
         interpret=interpret,
     )
@@ -93,4 +93,4 @@ def _attend(config: Config, scale: float, interpret: Any, *arrays: Any):
     return out.reshape(q_latent.shape), lse.transpose(0, 2, 1)
 
 
-_attend_jit = jax.jit(_attend, static_argnums=(0, 1, 2))
+_attend_jit = jax.jit(_attend, static_argnums=(0, 1))

@@ -28,6 +28,8 @@ class Config:
     q_len: int
     causal: bool
     has_sink: bool
+    scale: float | None = None
+    """Factor of the scores; None if it is known at run time only, or not positive."""
     num_stages: int = 2
     """Key tiles in flight."""
     slack: float = 8.0

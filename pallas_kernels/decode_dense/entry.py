@@ -36,7 +36,7 @@ def launch(
     seq_lens: jax.Array,
     parts: jax.Array,
     *,
-    scale: float,
+    run_scale: jax.Array | None = None,
     attn_sink: jax.Array | None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
@@ -67,4 +67,6 @@ def launch(
     if attn_sink is not None:
         sink = attn_sink.astype(jnp.float32)[tile_rows(config.rows) % config.num_heads]
         inputs["sink"] = sink
-    return *decode(config, inputs, scale, interpret), sink
+    if run_scale is not None:
+        inputs["run_scale"] = run_scale.reshape(1)
+    return *decode(config, inputs, interpret), sink

@@ -95,7 +95,6 @@ class Cta:
     """What one CTA works on, and its memory."""
 
     config: Config
-    scale_log2: float
     interpret: bool
     gmem: SimpleNamespace
     smem: SimpleNamespace
@@ -196,6 +195,9 @@ def _mma_wg0(cta: Cta) -> None:
     _, end_seq = cta.sequences()
     dtype = jnp.dtype(config.dtype)
     left = slice(0, config.d_half)
+    at_run_time = config.scale is None
+    run_scale_log2 = gmem.run_scale[0] * LOG2E if at_run_time else jnp.float32(1.0)
+    scale_log2 = 1.0 if at_run_time else config.scale * LOG2E
 
     def next_live(seq):
         """The first sequence from `seq` on that has keys (each does at `end_seq`)."""
@@ -230,10 +232,12 @@ def _mma_wg0(cta: Cta) -> None:
                 interpret=cta.interpret,
             )
             after_scores()
+            if at_run_time:
+                s = s * run_scale_log2
             if mask:
                 s = _mask(cta, piece, piece.end - 1 - i, s)
                 _zero_dead_tokens(cta, piece, piece.end - 1 - i, stage, left)
-            softmax, p, alpha = softmax.step(s, cta.scale_log2, config.slack)
+            softmax, p, alpha = softmax.step(s, scale_log2, config.slack)
             smem.alpha[stage] = alpha
             plgpu.barrier_arrive(bar.alpha_ready.at[stage])
             p = p.astype(dtype)
@@ -392,7 +396,7 @@ def _store(cta: Cta, piece: Piece, out: jax.Array, cols: slice) -> None:
 ROLES = (_mma_wg0, _mma_wg1, _load_wg)
 
 
-def decode(config: Config, inputs: dict[str, jax.Array], scale: float, interpret: Any = None):
+def decode(config: Config, inputs: dict[str, jax.Array], interpret: Any = None):
     """Launch the kernel: `(out, lse, partial, partial_lse2)`, natural-log `lse`; rows beyond a
     sequence's are undefined in `lse` and the partial results, as are partials of whole
     sequences."""
@@ -419,8 +423,7 @@ def decode(config: Config, inputs: dict[str, jax.Array], scale: float, interpret
             # Found anew by every role: what lives across the branch must fit load_wg's registers.
             index, row_tiles = lax.axis_index("cta"), jnp.int32(config.row_tiles)
             part, row_tile = lax.div(index, row_tiles), lax.rem(index, row_tiles)
-            scale_log2 = scale * LOG2E
-            role(Cta(config, scale_log2, bool(interpret), gmem, smem_refs, bar, part, row_tile))
+            role(Cta(config, bool(interpret), gmem, smem_refs, bar, part, row_tile))
 
         for wg, (role, registers) in enumerate(zip(ROLES, config.registers, strict=True)):
             pl.when(lax.axis_index("wg") == wg)(functools.partial(act, role, registers))

@@ -185,6 +185,16 @@ def test_lengths_that_the_table_has_no_place_for():
     tolerances.check("lse", lse, wanted_lse, tolerances.LSE)
 
 
+@pytest.mark.parametrize("scale", [0.2, 0.0, -0.2])
+def test_scale_may_be_traced(scale):
+    case = decode_case(LENS["ragged"], h_q=8, s_q=2)
+    decode = jax.jit(functools.partial(mla_decode, implementation="mosaic", return_lse=True))
+    out, lse = decode(*case.args, scale=scale)
+    wanted_out, wanted_lse = oracle.decode(*case.args, scale=scale)
+    tolerances.check("out", out, wanted_out, tolerances.OUT[out.dtype.name])
+    tolerances.check("lse", lse, wanted_lse, tolerances.LSE)
+
+
 def test_vmap_is_one_call_after_the_other():
     case = decode_case((65, 0, 300), h_q=16)
     q_latent, q_rope, *rest = case.args

@@ -84,6 +84,12 @@ def test_lengths_that_the_table_has_no_place_for(monkeypatch):
     simulate(wild, 4, monkeypatch, expect=case)
 
 
+@pytest.mark.parametrize("scale", [0.2, 0.0, -0.2])
+def test_scale_known_at_run_time(scale, monkeypatch):
+    sizes = {"s_q": 2, "h_q": 4, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 32}
+    simulate(inputs.decode_case((65, 0, 1), **sizes), 2, monkeypatch, scale=jnp.float32(scale))
+
+
 def test_tiled_rows_on_large_pages(monkeypatch):
     """Eighty rows: the second tile is drawn back over the first."""
     sizes = {"s_q": 5, "h_q": 16, "page_size": 128, "kv_lora_rank": 256, "rope_dim": 64}
@@ -105,10 +111,8 @@ def small():
     One CTA takes them all, and each stage of the ring more than once.
     """
     case = inputs.decode_case((65, 130, 0, 1, 250), h_q=8, kv_lora_rank=256, rope_dim=64)
-    config = Config("bfloat16", 256, 64, 16, 8, 1, causal=True, has_sink=False)
-    launch = functools.partial(
-        entry.launch, config, scale=inputs.SCALE, attn_sink=None, interpret=simulator.PARAMS
-    )
+    config = Config("bfloat16", 256, 64, 16, 8, 1, True, has_sink=False, scale=inputs.SCALE)
+    launch = functools.partial(entry.launch, config, attn_sink=None, interpret=simulator.PARAMS)
     parts = jnp.array([[0, 0, 5, 0, 0, -1]], jnp.int32)
     return SimpleNamespace(simulation=simulator.Simulation(launch), args=(*case.args, parts))
 

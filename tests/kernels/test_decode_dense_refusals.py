@@ -72,19 +72,6 @@ def test_queries_of_another_dtype(format, cache_dtype, dtype, hopper):
     assert refusal(case) == message(reason)
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.5])
-def test_scale_that_is_not_positive(scale, hopper):
-    reason = f"takes a positive, finite `scale`, not {scale}"
-    assert refusal(inputs.decode_case((3,), **SIZES), scale=scale) == message(reason)
-
-
-def test_traced_scale(hopper):
-    case = inputs.decode_case((3,), **SIZES)
-    decode = lambda scale: mla_decode(*case.args, scale=scale, implementation="mosaic")
-    with pytest.raises(Unsupported, match="mosaic: takes a number as `scale`, not a traced value"):
-        jax.jit(decode)(0.5)
-
-
 @pytest.mark.parametrize("axis", [0, 1])
 def test_no_sequences_or_queries(axis, hopper):
     q_latent, q_rope, cache, table, lens = inputs.decode_case((0, 0), **SIZES).args
