@@ -197,7 +197,7 @@ def _mma_wg0(cta: Cta) -> None:
     left = slice(0, config.d_half)
     at_run_time = config.scale is None
     run_scale_log2 = gmem.run_scale[0] * LOG2E if at_run_time else jnp.float32(1.0)
-    scale_log2 = 1.0 if at_run_time else config.scale * LOG2E
+    scale_log2 = 1.0 if config.scale is None else config.scale * LOG2E
 
     def next_live(seq):
         """The first sequence from `seq` on that has keys (each does at `end_seq`)."""
