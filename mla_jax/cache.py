@@ -35,26 +35,32 @@ class LatentCache:
 
     @property
     def num_pages(self) -> int:
+        """Pages, shared by all sequences."""
         return self.latent.shape[-3]
 
     @property
     def page_size(self) -> int:
+        """Tokens in a page."""
         return self.latent.shape[-2]
 
     @property
     def kv_lora_rank(self) -> int:
+        """Channels of the latent."""
         return self.latent.shape[-1]
 
     @property
     def rope_dim(self) -> int:
+        """Channels of the rope key."""
         return self.rope.shape[-1]
 
     @property
     def num_slots(self) -> int:
+        """Tokens that all pages together can hold."""
         return self.num_pages * self.page_size
 
     @property
     def bytes_per_token(self) -> int:
+        """Bytes that a token of one layer takes, scales included."""
         return FORMATS[self.format].bytes_per_token(self.kv_lora_rank, self.rope_dim)
 
 

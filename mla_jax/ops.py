@@ -18,6 +18,7 @@ Conventions, for all of them:
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -321,7 +322,9 @@ def _stack(name: str, parts: Any) -> Array:
                     f"`{name}[{i}]` has shape {part.shape}: must be {parts[0].shape} as `{name}[0]`"
                 )
             check_same_dtype(f"{name}[{i}]", part, f"{name}[0]", parts[0])
-        parts = jnp.stack(parts)
+        return jnp.stack(parts)
+    if not isinstance(parts, jax.Array | np.ndarray):
+        raise TypeError(f"`{name}` is a {type(parts).__name__}: must be an array or a list of them")
     return parts
 
 

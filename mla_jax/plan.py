@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from mla_jax.checks import check_array, check_integer, check_size
 from pallas_kernels.hopper.plan import divide
 
 
@@ -25,6 +26,7 @@ class DecodePlan:
 
     @property
     def num_parts(self) -> int:
+        """Parts, the ones with nothing to do included."""
         return self.parts.shape[0]
 
     def check(self, *, batch: int, num_heads: int, q_len: int, page_size: int) -> None:
@@ -58,18 +60,17 @@ def plan_decode(
 
     Raises:
         ValueError: `seq_lens` is not `[B]`, or a size is not positive.
-        TypeError: `seq_lens` is not int32.
+        TypeError: `seq_lens` is not an array of integers, or a size is not an int.
     """
-    if seq_lens.ndim != 1 or seq_lens.shape[0] == 0:
-        raise ValueError(f"`seq_lens` has shape {seq_lens.shape}: it must be [B] with B >= 1")
-    if seq_lens.dtype != jnp.int32:
-        raise TypeError(f"`seq_lens` is {seq_lens.dtype}: it must be int32")
+    (batch,) = check_array("seq_lens", seq_lens, "b")
+    check_integer("seq_lens", seq_lens)
+    if batch == 0:
+        raise ValueError(f"`seq_lens` has shape {seq_lens.shape}: must hold a sequence at least")
     for name, size in (("num_heads", num_heads), ("q_len", q_len), ("page_size", page_size)):
-        if size < 1:
-            raise ValueError(f"`{name}` is {size}: it must be at least 1")
+        check_size(name, size)
     return DecodePlan(
-        parts=divide(seq_lens, rows=num_heads * q_len),
-        batch=seq_lens.shape[0],
+        parts=divide(jnp.asarray(seq_lens, jnp.int32), rows=num_heads * q_len),
+        batch=batch,
         num_heads=num_heads,
         q_len=q_len,
         page_size=page_size,

@@ -214,6 +214,11 @@ def test_numpy_arguments_are_fine(call):
             ValueError,
             "`lses` has shape (2, 1, 5, 3): must be [n, b, h, s] with h=3",
         ),
+        (
+            lambda: merge_states(1, zeros(2, 3)),
+            TypeError,
+            "`outs` is a int: must be an array or a list of them",
+        ),
         (lambda: merge_states([], []), ValueError, "`outs` is empty: must hold a part at least"),
         (
             lambda: merge_states([zeros(2, 3, 4), zeros(1, 3, 4)], [zeros(2, 3)] * 2),
