@@ -6,6 +6,7 @@ This module is the only one that knows how a checkpoint names its tensors.
 import dataclasses
 import functools
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -302,11 +303,12 @@ def _read_headers(checkpoint_dir: Path) -> dict[str, _Tensor]:
     if index.is_file():
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            missing = sorted(name for name in names if not (checkpoint_dir / name).is_file())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index}: must be a JSON object with a `weight_map`") from error
     else:
         names = {"model.safetensors"}
-    missing = sorted(name for name in names if not (checkpoint_dir / name).is_file())
+        missing = sorted(name for name in names if not (checkpoint_dir / name).is_file())
     if missing:
         hint = "" if index.is_file() else f" and no {_INDEX}"
         raise FileNotFoundError(f"{checkpoint_dir}: no {', '.join(missing)}{hint}")
@@ -330,13 +332,22 @@ def _read_header(file: Path) -> dict[str, _Tensor]:
             raise ValueError(
                 f"{file}: not a safetensors file; if it is a Git LFS pointer, pull it"
             ) from error
-    header.pop("__metadata__", None)
     tensors = {}
-    for name, entry in header.items():
-        start, end = entry["data_offsets"]
-        tensors[name] = _Tensor(
-            file, entry["dtype"], tuple(entry["shape"]), data_start + start, end - start
-        )
-        if data_start + end > size:
+    try:
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            start, end = map(int, entry["data_offsets"])
+            shape = tuple(map(int, entry["shape"]))
+            tensors[name] = _Tensor(file, entry["dtype"], shape, data_start + start, end - start)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file}: the header is damaged; download the file again") from error
+    for name, tensor in tensors.items():
+        if tensor.offset + tensor.num_bytes > size:
             raise ValueError(f"{file}: {name} reaches past the end of the file; download it again")
+        dtype = _DTYPES.get(tensor.dtype)  # `_check` names the others
+        if dtype and tensor.num_bytes != math.prod(tensor.shape) * np.dtype(dtype).itemsize:
+            raise ValueError(
+                f"{file}: {name} has {tensor.num_bytes} bytes for {tensor.dtype} "
+                f"{list(tensor.shape)}; download it again"
+            )
     return tensors

@@ -173,7 +173,30 @@ def test_damaged_files(tmp_path, tensors):
         models.load(path)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 1}'])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data_offsets": [0, 4]}, r"model\.norm\.weight has 4 bytes for F32 \[48\]; download"),
+        ({"data_offsets": "all"}, "the header is damaged; download the file again"),
+        ({"shape": None}, "the header is damaged; download the file again"),
+    ],
+)
+def test_damaged_header(tmp_path, tensors, change, message):
+    path = write(tmp_path / "model", SMALL, tensors)
+    file = path / "model.safetensors"
+    whole = file.read_bytes()
+    start = 8 + int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8:start])
+    header["model.norm.weight"] |= change
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + whole[start:])
+    with pytest.raises(ValueError, match=message):
+        models.load(path)
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "{}", '{"weight_map": 1}', '{"weight_map": {"a": 5}}']
+)
 def test_damaged_index(tmp_path, tensors, content):
     path = write(tmp_path / "model", SMALL, tensors)
     (path / "model.safetensors.index.json").write_text(content)
