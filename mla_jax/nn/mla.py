@@ -9,7 +9,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from mla_jax.cache import LatentCache, append, gather
+from mla_jax.cache import LatentCache, append, check_cache, check_table, gather
+from mla_jax.checks import FLOATS, check_array, check_integer
 from mla_jax.config import MLAConfig
 from mla_jax.nn.rope import apply_rope
 from mla_jax.ops import Implementation, merge_states, mla_decode, mla_prefill
@@ -54,7 +55,9 @@ class MultiHeadLatentAttention(nnx.Module):
         decode_fn: Callable = mla_decode,
     ):
         """`dtype` is that of parameters and activations, `config.dtype` by default."""
-        dtype = config.dtype if dtype is None else dtype
+        dtype = jnp.dtype(config.dtype if dtype is None else dtype)
+        if dtype.name not in FLOATS:
+            raise TypeError(f"`dtype` is {dtype.name}: must be one of {', '.join(FLOATS)}")
         linear = functools.partial(nnx.Linear, dtype=dtype, param_dtype=dtype, rngs=rngs)
         norm = functools.partial(
             nnx.RMSNorm, epsilon=_LATENT_NORM_EPS, dtype=dtype, param_dtype=dtype, rngs=rngs
@@ -99,6 +102,7 @@ class MultiHeadLatentAttention(nnx.Module):
             meaningless.
           implementation: as in `mla_jax.mla_prefill`.
         """
+        _check_inputs(x, self.config, lengths)
         positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
         out = self._attend(
             self._expanded_queries(x, positions),
@@ -131,7 +135,9 @@ class MultiHeadLatentAttention(nnx.Module):
           lengths: int32 tokens of `x` that belong to each sequence, 0 for none; None means all `t`.
           implementation: as in `mla_jax.mla_prefill`.
         """
-        b, t, _ = x.shape
+        b, t = _check_inputs(x, self.config, lengths)
+        check_cache(cache)
+        block_table, seq_lens = check_table(block_table, seq_lens, b=b)
         lengths = jnp.full(b, t, jnp.int32) if lengths is None else lengths
         prefix_lens = seq_lens - lengths
         steps = jnp.arange(t)
@@ -169,7 +175,9 @@ class MultiHeadLatentAttention(nnx.Module):
           plan: from `mla_jax.plan_decode`, shared by all layers of the step.
           implementation: as in `mla_jax.mla_decode`.
         """
-        s = x.shape[1]
+        b, s = _check_inputs(x, self.config)
+        check_cache(cache)
+        block_table, seq_lens = check_table(block_table, seq_lens, b=b)
         positions = seq_lens[:, None] + jnp.arange(-s, 0)
         latent, k_rope = self.compress(x, positions)
         cache = _write(cache, latent, k_rope, block_table, positions, positions >= 0)
@@ -227,6 +235,17 @@ class MultiHeadLatentAttention(nnx.Module):
 
     def _project_out(self, out: Float[Array, "b t h d_v"]) -> Float[Array, "b t d_model"]:
         return self.o_proj(out.reshape(*out.shape[:2], -1))
+
+
+def _check_inputs(
+    x: Float[Array, "b t d_model"], config: MLAConfig, lengths: Int[Array, " b"] | None = None
+) -> tuple[int, int]:
+    """Check `x` and the lengths that go with it; return `b` and `t`."""
+    b, t, _ = check_array("x", x, "b t d_model", d_model=config.d_model)
+    if lengths is not None:
+        check_array("lengths", lengths, "b", b=b)
+        check_integer("lengths", lengths)
+    return b, t
 
 
 def _write(

@@ -153,6 +153,52 @@ def test_injected_attention(x):
     ]
 
 
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda layer, x, *state: layer(x[0]),
+            ValueError,
+            "`x` has shape (12, 48): must have 3 axes, [b, t, d_model]",
+        ),
+        (
+            lambda layer, x, *state: layer(x[..., :40]),
+            ValueError,
+            "`x` has shape (2, 12, 40): must be [b, t, d_model] with d_model=48",
+        ),
+        (
+            lambda layer, x, *state: layer(x, lengths=np.ones(3, int)),
+            ValueError,
+            "`lengths` has shape (3,): must be [b] with b=2",
+        ),
+        (
+            lambda layer, x, *state: layer.prefill(x, *state, lengths=np.ones(2)),
+            TypeError,
+            "`lengths` is float64: must be int32",
+        ),
+        (
+            lambda layer, x, cache, table, seq_lens: layer.decode(x, None, table, seq_lens),
+            TypeError,
+            "`cache` is a NoneType: must be a LatentCache, see init_cache",
+        ),
+        (
+            lambda layer, x, cache, table, seq_lens: layer.decode(x, cache, table[:1], seq_lens),
+            ValueError,
+            "`block_table` has shape (1, 3): must be [b, max_pages] with b=2",
+        ),
+        (
+            lambda layer, x, cache, table, seq_lens: layer.prefill(x, cache, table, [1, 2]),
+            TypeError,
+            "`seq_lens` is a list: must be an array [b]",
+        ),
+    ],
+)
+def test_wrong_arguments(layer, x, call, error, message):
+    with pytest.raises(error) as raised:
+        call(layer, x, empty_cache(), TABLE, lens(T, T))
+    assert str(raised.value) == message
+
+
 def test_gradients_reach_every_parameter(layer, x):
     grads = nnx.jit(nnx.grad(lambda layer: (layer(x) ** 2).sum()))(layer)
     for path, grad in nnx.to_flat_state(grads):
