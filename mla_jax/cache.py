@@ -235,8 +235,17 @@ def read(
     """
     live = (slots >= 0) & (slots < cache.num_slots)
 
-    def take(pages):
+    def rows_of(pages, slots):
         return jnp.take(pages.reshape(-1, pages.shape[-1]), slots, axis=0, mode="clip")
+
+    def take(pages):
+        if pages.dtype.itemsize > 1:
+            return rows_of(pages, slots)
+        # XLA's CPU gather of 8-bit floats converts the whole operand to float16, so bytes are
+        # gathered; and the barrier keeps it from copying them all ahead of a loop over slots.
+        stored, at = lax.optimization_barrier((pages, slots))
+        rows = rows_of(lax.bitcast_convert_type(stored, jnp.uint8), at)
+        return lax.bitcast_convert_type(rows, pages.dtype)
 
     rows = jax.tree.map(take, cache)
     latent, rope = quantise.decode(FORMATS[cache.format], rows.latent, rows.rope, rows.scale)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mla_jax import LatentCache, append, mla_decode, plan_decode
+from mla_jax import append, init_cache, mla_decode, plan_decode
 from pallas_kernels.formats import FORMATS
 from tests import inputs, oracle, tolerances
 
@@ -208,16 +208,13 @@ def test_vmap_over_layers():
         np.testing.assert_array_equal(out, decode(*case.args))
 
 
-def test_memory_is_that_of_a_chunk():
-    """128 heads on 16K tokens: one score for each is 64 MiB, their keys per head 32 GiB."""
+@pytest.mark.parametrize("format", ["bf16", "fp8_ds_mla", "fp8_token", "fp8_full"])
+def test_memory_is_that_of_a_chunk(format):
+    """128 heads on 16K tokens: one score for each is 64 MiB, the latents of all tokens in 8 bits
+    are 64 MiB too, their keys per head 32 GiB."""
     b, h_q, length = 8, 128, 16384
     shape = jax.ShapeDtypeStruct
-    cache = LatentCache(
-        shape((b * length // 64, 64, 512), jnp.bfloat16),
-        shape((b * length // 64, 64, 64), jnp.bfloat16),
-        None,
-        format="bf16",
-    )
+    cache = jax.eval_shape(lambda: init_cache(b * length // 64, format=format))
     compiled = (
         jax.jit(lambda *args: mla_decode(*args, scale=1.0))
         .lower(
