@@ -14,7 +14,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt8
 
 from mla_jax import quantise
-from mla_jax.checks import FLOATS, check_array, check_choice, check_float, check_integer, check_size
+from mla_jax.checks import (
+    FLOATS,
+    as_int32,
+    check_array,
+    check_choice,
+    check_float,
+    check_integer,
+    check_size,
+)
 from pallas_kernels.formats import FORMATS, CacheFormat
 
 
@@ -184,7 +192,7 @@ def append(
 
     stored = quantise.encode(cache_format, jnp.asarray(latent), jnp.asarray(rope))
     tokens = LatentCache(*stored, format=cache.format)
-    slots = jnp.asarray(slots, jnp.int32)
+    slots = as_int32(slots)
     # A negative index would count from the end.
     slots = jnp.where(slots >= 0, slots, cache.num_slots)
     return jax.tree.map(lambda pages, rows: _write(pages, rows, slots), cache, tokens)
@@ -297,7 +305,7 @@ def check_table(
         raise ValueError(
             f"`block_table` has shape {block_table.shape}: must have a column at least"
         )
-    return jnp.asarray(block_table, jnp.int32), jnp.asarray(seq_lens, jnp.int32)
+    return as_int32(block_table), as_int32(seq_lens)
 
 
 def pack_fp8_ds_mla(cache: LatentCache) -> UInt8[Array, "p ps bytes"]:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 type Scale = float | Float[Array, ""]
 """What `scale` arguments take."""
@@ -75,10 +75,26 @@ def check_scale(name: str, scale: Any) -> None:
         raise TypeError(f"`{name}` is {scale.dtype}: must be a real number")
 
 
-def check_size(name: str, value: Any) -> None:
-    """Check that `value` is a positive int."""
+def as_int32(x: Any) -> Int[Array, "*axes"]:
+    """The integers of the array `x` as int32, one beyond it as the nearest: it does not wrap."""
+    info = jnp.iinfo(jnp.int32)
+    if jnp.iinfo(x.dtype).max > info.max:
+        xp = np if isinstance(x, np.ndarray) else jnp
+        x = xp.minimum(x, info.max)
+        if jnp.issubdtype(x.dtype, jnp.signedinteger):
+            x = xp.maximum(x, info.min)
+    return jnp.asarray(x, jnp.int32)
+
+
+def check_int(name: str, value: Any) -> None:
+    """Check that `value` is an int."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"`{name}` is {value!r}: must be an int")
+
+
+def check_size(name: str, value: Any) -> None:
+    """Check that `value` is a positive int."""
+    check_int(name, value)
     if value < 1:
         raise ValueError(f"`{name}` is {value}: must be at least 1")
 

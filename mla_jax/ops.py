@@ -27,6 +27,7 @@ from mla_jax import dispatch
 from mla_jax.cache import LatentCache, check_cache, check_table
 from mla_jax.checks import (
     Scale,
+    as_int32,
     check_array,
     check_float,
     check_integer,
@@ -156,7 +157,7 @@ def mla_sparse_decode(
         jnp.asarray(q_latent),
         jnp.asarray(q_rope),
         cache,
-        jnp.asarray(indices, jnp.int32),
+        as_int32(indices),
         scale=scale,
         topk_length=_as_lengths("topk_length", topk_length, "b", b),
         attn_sink=_as_sink(attn_sink, h_q),
@@ -212,7 +213,7 @@ def mla_sparse_prefill(
         jnp.asarray(q_rope),
         jnp.asarray(latent),
         jnp.asarray(rope),
-        jnp.asarray(indices, jnp.int32),
+        as_int32(indices),
         scale=scale,
         topk_length=_as_lengths("topk_length", topk_length, "t", t),
         attn_sink=_as_sink(attn_sink, h_q),
@@ -307,11 +308,11 @@ def merge_states(
     check_float("outs", outs)
     check_float("lses", lses)
     swap = lambda x: x.mT if batched else x
-    out, lse = combine.merge_states(outs, swap(lses))
+    out, lse = combine.merge_states(jnp.asarray(outs), swap(jnp.asarray(lses)))
     return out, swap(lse)
 
 
-def _stack(name: str, parts: Any) -> Array:
+def _stack(name: str, parts: Any) -> Array | np.ndarray:
     if isinstance(parts, list | tuple):
         if not parts:
             raise ValueError(f"`{name}` is empty: must hold a part at least")
@@ -360,4 +361,4 @@ def _as_lengths(name: str, lengths: Any, axis: str, size: int) -> Int[Array, " b
         return None
     check_array(name, lengths, axis, **{axis: size})
     check_integer(name, lengths)
-    return jnp.asarray(lengths, jnp.int32)
+    return as_int32(lengths)

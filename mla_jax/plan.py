@@ -3,10 +3,9 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from mla_jax.checks import check_array, check_integer, check_size
+from mla_jax.checks import as_int32, check_array, check_integer, check_size
 from pallas_kernels.hopper.plan import divide
 
 
@@ -69,7 +68,7 @@ def plan_decode(
     for name, size in (("num_heads", num_heads), ("q_len", q_len), ("page_size", page_size)):
         check_size(name, size)
     return DecodePlan(
-        parts=divide(jnp.asarray(seq_lens, jnp.int32), rows=num_heads * q_len),
+        parts=divide(as_int32(seq_lens), rows=num_heads * q_len),
         batch=batch,
         num_heads=num_heads,
         q_len=q_len,

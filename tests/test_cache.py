@@ -153,6 +153,20 @@ def test_tokens_without_a_slot_are_skipped(format):
     assert_same_bits(cache, append(cache, latent[:0], rope[:0], slots[:0]))
 
 
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint32", "uint64"])
+def test_slots_and_table_entries_beyond_int32_do_not_wrap(dtype):
+    info = np.iinfo(dtype)
+    beyond = [info.max, info.max - 2**31] + ([info.min] if info.min else [2**31])
+    slots = np.array([3, *beyond], dtype)
+    latent, rope = tokens(n=len(slots))
+    cache = append(CACHE, latent, rope, slots)
+    for name in ("latent", "rope"):
+        rows = np.asarray(getattr(cache, name)).reshape(CACHE.num_slots, -1)
+        assert np.flatnonzero(rows.any(axis=-1)).tolist() == [3]
+    table, lens = np.array([beyond], dtype), np.array([3 * CACHE.page_size])
+    assert not gather(cache, table, lens, dtype=jnp.float32)[0].any()
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_append_to_a_donated_cache_copies_nothing(format):
     """In the compiled program: outputs alias the arguments, and neither a temporary nor a copy is
