@@ -43,7 +43,7 @@ def call(op: str, implementation: str | Sequence[str] | None, *args: Any, **kwar
         TypeError: neither None, nor a name, nor a sequence of names.
     """
     refusals = {}
-    for name in _names(implementation):
+    for name in names(implementation):
         try:
             return _load(op, name)(*args, **kwargs)
         except Unsupported as refusal:
@@ -81,23 +81,24 @@ def availability() -> dict[str, tuple[Availability, ...]]:
     return {op: explain(op) for op in OPS}
 
 
-def _names(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
+def names(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The names that an `implementation` argument stands for, in order; errors as in `call`."""
     if implementation is None:
         return IMPLEMENTATIONS
     if isinstance(implementation, str):
-        names = (implementation,)
+        found = (implementation,)
     elif isinstance(implementation, Sequence):
-        names = tuple(implementation)
+        found = tuple(implementation)
     else:
         raise TypeError(
             f"`implementation` is {implementation!r}: must be None, a name or a sequence of names"
         )
-    if not names or not all(name in IMPLEMENTATIONS for name in names):
+    if not found or not all(name in IMPLEMENTATIONS for name in found):
         raise ValueError(
             f"`implementation` is {implementation!r}: must be None, or one or several of "
             f"{', '.join(map(repr, IMPLEMENTATIONS))}"
         )
-    return names
+    return found
 
 
 def _load(op: str, name: str) -> Callable[..., Any]:

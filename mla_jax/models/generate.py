@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mla_jax import dispatch
-from mla_jax.checks import check_size
+from mla_jax.checks import check_int, check_scale, check_size
 from mla_jax.models.deepseek import Caches, DeepseekModel
 from mla_jax.models.pages import PageTable
 from mla_jax.ops import Implementation
@@ -109,10 +109,14 @@ def stream(
     check_size("max_new_tokens", max_new_tokens)
     check_size("page_size", page_size)
     check_size("prefill_chunk", prefill_chunk)
+    check_scale("temperature", temperature)
+    check_scale("top_p", top_p)
     if not (temperature >= 0 and math.isfinite(temperature)):
         raise ValueError(f"`temperature` is {temperature}: must be at least 0, and finite")
     if not 0 < top_p <= 1:
         raise ValueError(f"`top_p` is {top_p}: must be above 0 and at most 1")
+    if eos_id is not None:
+        check_int("eos_id", eos_id)
     if eos_id is not None and not 0 <= eos_id < model.config.vocab_size:
         raise ValueError(
             f"`eos_id` is {eos_id}: must lie in the vocabulary, 0 to {model.config.vocab_size - 1}"
@@ -138,9 +142,15 @@ def stream(
     )
     if isinstance(implementation, Sequence) and not isinstance(implementation, str):
         implementation = tuple(implementation)
+    dispatch.names(implementation)  # raises for one that it cannot be
     sampling = None
     if temperature > 0:
-        sampling = (np.float32(temperature), np.float32(top_p))
+        # Within float32, whose least normal value and largest one do what lies beyond them would.
+        info = np.finfo(np.float32)
+        sampling = (
+            np.float32(np.clip(temperature, info.tiny, info.max)),
+            np.float32(max(top_p, info.tiny)),
+        )
     return _run(
         model,
         ids,
@@ -148,7 +158,7 @@ def stream(
         pages,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
-        seed=seed,
+        key=jax.random.key(seed),
         eos_id=-1 if eos_id is None else eos_id,
         implementation=implementation,
         prefill_chunk=prefill_chunk,
@@ -163,7 +173,7 @@ def _run(
     *,
     max_new_tokens: int,
     sampling: tuple[np.float32, np.float32] | None,
-    seed: int,
+    key: jax.Array,
     eos_id: int,
     implementation: Any,
     prefill_chunk: int,
@@ -187,7 +197,7 @@ def _run(
         caches = prefill(params, caches, chunk_ids, pages.on_device(), seq_lens, lengths)
 
     tokens = jnp.array([row[-1] for row in ids], jnp.int32)
-    carry = (tokens, jnp.zeros(len(ids), bool), jax.random.key(seed))
+    carry = (tokens, jnp.zeros(len(ids), bool), key)
     for i in range(max_new_tokens):
         seq_lens = prompt_lens + i
         pages.grow(seq_lens)
@@ -247,7 +257,8 @@ def _choose(
     if sampling is None:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     temperature, top_p = sampling
-    logits = logits / temperature
+    # The likeliest token comes to 0, so that no temperature is too low: the others end at -inf.
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
     ordered = jnp.sort(logits, axis=-1, descending=True)
     probs = jax.nn.softmax(ordered)
     inside = jnp.cumsum(probs, axis=-1) - probs < top_p
