@@ -299,16 +299,16 @@ def merge_states(
     Raises:
         ValueError, TypeError: shapes or dtypes that do not fit together; no parts at all.
     """
-    outs, lses = _stack("outs", outs), _stack("lses", lses)
-    batched = outs.ndim == 5
+    out_parts, lse_parts = _stack("outs", outs), _stack("lses", lses)
+    batched = out_parts.ndim == 5
     layout = "n b s h d" if batched else "n t h d"
-    sizes = dict(zip(layout.split(), check_array("outs", outs, layout), strict=True))
+    sizes = dict(zip(layout.split(), check_array("outs", out_parts, layout), strict=True))
     del sizes["d"]
-    check_array("lses", lses, "n b h s" if batched else "n t h", **sizes)
-    check_float("outs", outs)
-    check_float("lses", lses)
+    check_array("lses", lse_parts, "n b h s" if batched else "n t h", **sizes)
+    check_float("outs", out_parts)
+    check_float("lses", lse_parts)
     swap = lambda x: x.mT if batched else x
-    out, lse = combine.merge_states(jnp.asarray(outs), swap(jnp.asarray(lses)))
+    out, lse = combine.merge_states(jnp.asarray(out_parts), swap(jnp.asarray(lse_parts)))
     return out, swap(lse)
 
 

@@ -115,6 +115,9 @@ def stream(
         raise ValueError(f"`temperature` is {temperature}: must be at least 0, and finite")
     if not 0 < top_p <= 1:
         raise ValueError(f"`top_p` is {top_p}: must be above 0 and at most 1")
+    check_int("seed", seed)
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"`seed` is {seed}: must be an integer of 64 bits")
     if eos_id is not None:
         check_int("eos_id", eos_id)
     if eos_id is not None and not 0 <= eos_id < model.config.vocab_size:

@@ -251,6 +251,13 @@ def test_no_page_belongs_to_two_sequences(page_size, growth):
         ),
         ([[1]], {"eos_id": 64}, ValueError, "`eos_id` is 64: must lie in the vocabulary, 0 to 63"),
         ([[1]], {"temperature": "1"}, TypeError, "`temperature` is '1': must be a real number"),
+        ([[1]], {"seed": 0.5}, TypeError, "`seed` is 0.5: must be an int"),
+        (
+            [[1]],
+            {"seed": 2**63},
+            ValueError,
+            "`seed` is 9223372036854775808: must be an integer of 64 bits",
+        ),
         ([[1]], {"eos_id": 1.5}, TypeError, "`eos_id` is 1.5: must be an int"),
         (
             [[1]],
