@@ -104,6 +104,8 @@ def run(
         f"bytes/token: of one layer. Standard deviation of the logits: "
         f"{reference.logits.std():.2g}."
     )
+    console.say(f"same token, logit error: against {_UNQUANTISED}, both given what it generated.")
+    console.say("diverges: the first new token that differs, each going on from its own.")
     for line in _reasons(runs):
         console.say(line)
 
