@@ -187,6 +187,8 @@ class MLAConfig:
         eos_ids = values.get("eos_token_id")
         if not isinstance(eos_ids, list):
             eos_ids = [eos_ids]
+        if not all(isinstance(x, int) for x in eos_ids if x is not None):
+            keys.fail("eos_token_id", "must be an int or a list of them")
 
         config = cls(
             model_type=model_type,
@@ -308,6 +310,10 @@ def _rope(keys: _Keys, max_positions: int) -> tuple[float, YarnConfig | None]:
     theta = keys.get("rope_theta", float, 10000.0)
     rope = keys.section("rope_parameters" if keys.values.get("rope_parameters") else "rope_scaling")
     theta = rope.get("rope_theta", float, theta)
+    if theta <= 1:
+        (keys if rope.values.get("rope_theta") is None else rope).fail(
+            "rope_theta", "must be above 1"
+        )
     type_key = "rope_type" if "rope_type" in rope.values else "type"
     rope_type = rope.get(type_key, str, "default")
     if rope_type == "default":
@@ -324,6 +330,9 @@ def _rope(keys: _Keys, max_positions: int) -> tuple[float, YarnConfig | None]:
         attention_factor=rope.get("attention_factor", float, None),
         truncate=rope.get("truncate", bool, True),
     )
+    for key in ("factor", "beta_fast", "beta_slow"):
+        if getattr(yarn, key) <= 0:
+            rope.fail(key, "must be above 0")
     return theta, yarn
 
 

@@ -197,6 +197,26 @@ def test_eos_id(eos, expected):
             NotImplementedError,
             "here.json: `hidden_act` is 'gelu': must be 'silu'",
         ),
+        (
+            {"rope_theta": 1},
+            ValueError,
+            "here.json: `rope_theta` is 1: must be above 1",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 0}},
+            ValueError,
+            "here.json: `rope_scaling.factor` is 0: must be above 0",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4, "beta_slow": -1.0}},
+            ValueError,
+            "here.json: `rope_scaling.beta_slow` is -1.0: must be above 0",
+        ),
+        (
+            {"eos_token_id": "</s>"},
+            ValueError,
+            "here.json: `eos_token_id` is '</s>': must be an int or a list of them",
+        ),
     ],
 )
 def test_errors_name_the_key_and_the_file(overrides, error, message):
