@@ -43,8 +43,8 @@ def mla_decode(
         raise Unsupported(
             f"takes queries of the cache's dtype, {cache.latent.dtype}, these are {q_latent.dtype}"
         )
-    if 0 in q_latent.shape:
-        raise Unsupported("takes a sequence, a query and a head at least")
+    if 0 in q_latent.shape or 0 in block_table.shape:
+        raise Unsupported("takes a sequence, a query, a head and a page of each at least")
     _, q_len, num_heads, d_latent = q_latent.shape
     # A positive number is compiled in; anything else costs the kernel a product per score.
     is_number = not isinstance(scale, jax.Array) and 0.0 < float(scale) < math.inf

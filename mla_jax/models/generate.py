@@ -152,7 +152,7 @@ def stream(
         info = np.finfo(np.float32)
         sampling = (
             np.float32(np.clip(temperature, info.tiny, info.max)),
-            np.float32(max(top_p, info.tiny)),
+            None if top_p == 1 else np.float32(max(top_p, info.tiny)),
         )
     return _run(
         model,
@@ -175,7 +175,7 @@ def _run(
     pages: PageTable,
     *,
     max_new_tokens: int,
-    sampling: tuple[np.float32, np.float32] | None,
+    sampling: tuple[np.floating, np.floating | None] | None,
     key: jax.Array,
     eos_id: int,
     implementation: Any,
@@ -254,14 +254,16 @@ def _programs(graphdef: nnx.GraphDef, treedef: Any, implementation: Any) -> tupl
 def _choose(
     logits: Float[Array, "b vocab"],
     key: jax.Array,
-    sampling: tuple[Float[Array, ""], Float[Array, ""]] | None,
+    sampling: tuple[Float[Array, ""], Float[Array, ""] | None] | None,
 ) -> Int[Array, " b"]:
-    """The likeliest tokens, or a sample with `(temperature, top_p)`."""
+    """The likeliest tokens, or a sample with `(temperature, top_p)`; no `top_p` is 1."""
     if sampling is None:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     temperature, top_p = sampling
     # The likeliest token comes to 0, so that no temperature is too low: the others end at -inf.
     logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
+    if top_p is None:
+        return jax.random.categorical(key, logits).astype(jnp.int32)
     ordered = jnp.sort(logits, axis=-1, descending=True)
     probs = jax.nn.softmax(ordered)
     inside = jnp.cumsum(probs, axis=-1) - probs < top_p
@@ -273,6 +275,10 @@ def _choose(
 def _check_prompts(prompts: Prompts, vocab_size: int) -> list[np.ndarray]:
     # One transfer for an array of prompts, not one for each row.
     rows = prompts if isinstance(prompts, list | tuple) else np.asarray(prompts)
+    if isinstance(rows, np.ndarray) and rows.ndim == 0:
+        raise TypeError(
+            f"`prompts` is a {type(prompts).__name__}: must be token ids, [B, T] or a list of lists"
+        )
     ids = [np.asarray(row) for row in rows]
     if not ids:
         raise ValueError("`prompts` is empty: must hold at least one prompt")

@@ -54,7 +54,18 @@ class MultiHeadLatentAttention(nnx.Module):
         prefill_fn: Callable = mla_prefill,
         decode_fn: Callable = mla_decode,
     ):
-        """`dtype` is that of parameters and activations, `config.dtype` by default."""
+        """Random weights, LeCun normal; `mla_jax.models.load` brings those of a checkpoint.
+
+        Args:
+          config: sizes and conventions.
+          rngs: for the parameters.
+          dtype: of parameters and activations, `config.dtype` by default.
+          prefill_fn: attention in MHA form, called as `mla_jax.mla_prefill`.
+          decode_fn: attention in absorbed form, called as `mla_jax.mla_decode`.
+
+        Raises:
+          TypeError: `dtype` is not bfloat16, float16 or float32.
+        """
         dtype = jnp.dtype(config.dtype if dtype is None else dtype)
         if dtype.name not in FLOATS:
             raise TypeError(f"`dtype` is {dtype.name}: must be one of {', '.join(FLOATS)}")
@@ -101,6 +112,11 @@ class MultiHeadLatentAttention(nnx.Module):
           lengths: int32 tokens of each sequence; None means all `t`. Outputs past them are
             meaningless.
           implementation: as in `mla_jax.mla_prefill`.
+
+        Raises:
+          ValueError: shapes that do not fit together.
+          TypeError: `x` is not an array, or `lengths` not one of integers.
+          NotImplementedError: no implementation of those named can serve the call.
         """
         _check_inputs(x, self.config, lengths)
         positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
@@ -134,6 +150,15 @@ class MultiHeadLatentAttention(nnx.Module):
           seq_lens: int32 tokens in the cache once this chunk is written.
           lengths: int32 tokens of `x` that belong to each sequence, 0 for none; None means all `t`.
           implementation: as in `mla_jax.mla_prefill`.
+
+        Returns:
+          The output for the residual stream, and the cache with the chunk in it.
+
+        Raises:
+          ValueError: shapes that do not fit together.
+          TypeError: pages or lengths that are not arrays of integers, or a cache whose arrays are
+            not what its format declares.
+          NotImplementedError: no implementation of those named can serve the call.
         """
         b, t = _check_inputs(x, self.config, lengths)
         check_cache(cache)
@@ -174,6 +199,13 @@ class MultiHeadLatentAttention(nnx.Module):
             batch that is not in use.
           plan: from `mla_jax.plan_decode`, shared by all layers of the step.
           implementation: as in `mla_jax.mla_decode`.
+
+        Returns:
+          The output for the residual stream, and the cache with the new tokens in it.
+
+        Raises:
+          ValueError: shapes that do not fit together, or a plan for another step.
+          TypeError, NotImplementedError: as `prefill`.
         """
         b, s = _check_inputs(x, self.config)
         check_cache(cache)
@@ -199,7 +231,15 @@ class MultiHeadLatentAttention(nnx.Module):
     def compress(
         self, x: Float[Array, "b t d_model"], positions: Int[Array, "b t"]
     ) -> tuple[Float[Array, "b t d_latent"], Float[Array, "b t d_rope"]]:
-        """What the cache holds of each token: the normed latent and the rotated rope key."""
+        """What the cache holds of each token: the normed latent and the rotated rope key.
+
+        Args:
+          x: normed residual stream.
+          positions: of each token in its sequence, from 0.
+
+        Raises:
+          ValueError, TypeError: from JAX, shapes that do not fit together.
+        """
         latent, k_rope = jnp.split(self.kv_a_proj(x), [self.config.d_latent], axis=-1)
         return self.kv_a_norm(latent), apply_rope(k_rope, positions, self.config)
 
@@ -260,7 +300,7 @@ def _write(
     pages = jnp.take_along_axis(
         block_table, positions // cache.page_size, axis=1, mode="fill", fill_value=-1
     )
-    live &= pages >= 0
+    live &= (pages >= 0) & (pages < cache.num_pages)
     slots = jnp.where(live, pages * cache.page_size + positions % cache.page_size, -1)
     flat = lambda x: x.reshape(-1, *x.shape[2:])
     return append(cache, flat(latent), flat(k_rope), flat(slots))

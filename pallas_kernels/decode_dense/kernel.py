@@ -87,6 +87,7 @@ class Piece:
 
     @property
     def tiles(self) -> jax.Array:
+        """Key tiles of the piece."""
         return self.end - self.begin
 
 
@@ -110,16 +111,20 @@ class Cta:
 
     @property
     def rows(self) -> Any:
+        """The rows of the tile, among those of the sequence."""
         return pl.ds(self.first_row, self.config.tile_rows)
 
     @property
     def padded_rows(self) -> Any:
+        """The place of the tile's rows in arrays that hold `BLOCK_M` for each tile."""
         return pl.ds(pl.multiple_of(self.row_tile * BLOCK_M, BLOCK_M), BLOCK_M)
 
     def stage(self, tile_count: jax.Array) -> jax.Array:
+        """The stage of the ring of the tile that comes after `tile_count` others."""
         return lax.rem(tile_count, jnp.int32(self.config.num_stages))
 
     def p_smem(self, stage):
+        """Where P of this stage lies."""
         return self.smem.k_rope.at[stage] if self.config.p_in_rope else self.smem.p.at[stage]
 
     def sequences(self) -> tuple[jax.Array, jax.Array]:
@@ -129,15 +134,17 @@ class Cta:
         return parts[self.part, 0], jnp.where(end_tile > 0, end_seq + 1, end_seq)
 
     def piece(self, seq: jax.Array) -> Piece:
+        """The part's share of sequence `seq`."""
         first_seq, first_tile, end_seq, end_tile = (self.gmem.parts[self.part, i] for i in range(4))
-        seq_len = jnp.maximum(self.gmem.seq_lens[seq], 0)
+        # Tokens that the block table has no place for do not exist; the plan may count them.
+        capacity = self.gmem.block_table.shape[1] * self.config.page_size
+        seq_len = jnp.clip(self.gmem.seq_lens[seq], 0, capacity)
         tiles = lax.div(seq_len + (BLOCK_KV - 1), jnp.int32(BLOCK_KV))
-        # Tokens that the block table has no place for do not exist.
-        seq_len = jnp.minimum(seq_len, self.gmem.block_table.shape[1] * self.config.page_size)
         begin = jnp.where(seq == first_seq, first_tile, 0)
-        end = jnp.where(seq == end_seq, end_tile, tiles)
+        whole = (begin == 0) & (seq < end_seq)
+        end = jnp.where(seq == end_seq, jnp.minimum(end_tile, tiles), tiles)
         slot = 2 * self.part + (seq != first_seq).astype(jnp.int32)
-        return Piece(seq, seq_len, begin, end, (begin == 0) & (end == tiles), slot)
+        return Piece(seq, seq_len, jnp.minimum(begin, end), end, whole, slot)
 
     def each_piece(self, run: Callable[..., Any], init: Any) -> Any:
         """Fold `run(piece, carry)` over the part's sequences, the empty ones included."""
@@ -200,8 +207,9 @@ def _mma_wg0(cta: Cta) -> None:
     scale_log2 = 1.0 if config.scale is None else config.scale * LOG2E
 
     def next_live(seq):
-        """The first sequence from `seq` on that has keys (each does at `end_seq`)."""
-        skip = lambda seq: (seq < end_seq) & (gmem.seq_lens[jnp.minimum(seq, end_seq - 1)] <= 0)
+        """The first sequence from `seq` on with keys in this part; `end_seq` if there is none."""
+        has_none = lambda seq: cta.piece(jnp.minimum(seq, end_seq - 1)).tiles == 0
+        skip = lambda seq: (seq < end_seq) & has_none(seq)
         return lax.while_loop(skip, lambda seq: seq + 1, seq)
 
     def load_q(seq):
@@ -278,14 +286,7 @@ def _mma_wg0(cta: Cta) -> None:
             smem.inverse[...] = inverse
             plgpu.barrier_arrive(bar.inverse_ready)
             _store(cta, piece, acc * across(inverse, config.d_half), left)
-
-            @pl.when(piece.whole)
-            def _():
-                gmem.lse[piece.seq, cta.padded_rows] = lse2 * LN2
-
-            @pl.when(jnp.logical_not(piece.whole))
-            def _():
-                gmem.partial_lse2[piece.slot, cta.padded_rows] = lse2
+            _store_lse(cta, piece, lse2)
 
         pl.when(piece.tiles > 0)(live)
         return count + piece.tiles
@@ -326,13 +327,9 @@ def _mma_wg1(cta: Cta) -> None:
             _store(cta, piece, acc * across(inverse, config.d_half), right)
 
         def empty():
-            dtype = jnp.dtype(config.dtype)
             for cols in (slice(0, config.d_half), right):
-                zeros = full((BLOCK_M, config.d_half), 0.0, dtype)
-                out = cta.gmem.out.at[piece.seq, cta.rows, cols]
-                store_rows(out, zeros, config.tile_rows, interpret=cta.interpret)
-            lse = full((BLOCK_M,), -jnp.inf, jnp.float32)
-            cta.gmem.lse[piece.seq, cta.padded_rows] = lse
+                _store(cta, piece, full((BLOCK_M, config.d_half), 0.0, jnp.float32), cols)
+            _store_lse(cta, piece, full((BLOCK_M,), -jnp.inf, jnp.float32))
 
         pl.when(piece.tiles > 0)(live)
         pl.when(piece.tiles == 0)(empty)
@@ -391,6 +388,18 @@ def _store(cta: Cta, piece: Piece, out: jax.Array, cols: slice) -> None:
     def _():
         ref = cta.gmem.partial.at[piece.slot, cta.padded_rows, cols]
         store_rows(ref, out, BLOCK_M, interpret=cta.interpret)
+
+
+def _store_lse(cta: Cta, piece: Piece, lse2: jax.Array) -> None:
+    """Store the log-sum-exp: natural for a whole sequence, else base 2, for the combine."""
+
+    @pl.when(piece.whole)
+    def _():
+        cta.gmem.lse[piece.seq, cta.padded_rows] = lse2 * LN2
+
+    @pl.when(jnp.logical_not(piece.whole))
+    def _():
+        cta.gmem.partial_lse2[piece.slot, cta.padded_rows] = lse2
 
 
 ROLES = (_mma_wg0, _mma_wg1, _load_wg)

@@ -32,6 +32,8 @@ def divide(seq_lens: Int[Array, " b"], *, rows: int) -> Int[Array, "parts 6"]:
     num_parts = max(1, num_sms() // -(-rows // BLOCK_M))
     tiles = -(-jnp.maximum(seq_lens, 0) // BLOCK_KV)
     batch = tiles.shape[0]
+    # No length, however wild, may make the sum overflow.
+    tiles = jnp.minimum(tiles, (2**31 - 1) // batch - SEQUENCE_COST - num_parts)
     end = jnp.cumsum(tiles + SEQUENCE_COST)
     begin = end - tiles - SEQUENCE_COST
     share = jnp.maximum(-(-end[-1] // num_parts), MIN_PIECE)

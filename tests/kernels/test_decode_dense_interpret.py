@@ -79,9 +79,10 @@ def test_small_pages_odd_heads_and_f16(monkeypatch):
 def test_lengths_that_the_table_has_no_place_for(monkeypatch):
     """The tokens behind the table's last page do not exist; the plan knows nothing of that."""
     sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
-    case = inputs.decode_case((128, 640), max_pages=10, **sizes)
-    wild = dataclasses.replace(case, seq_lens=jnp.array([128, 2000], jnp.int32))
-    simulate(wild, 4, monkeypatch, expect=case)
+    case = inputs.decode_case((128, 640, 64), max_pages=10, **sizes)
+    for wild in (2000, 2**31 - 1):
+        lens = jnp.array([128, wild, 64], jnp.int32)
+        simulate(dataclasses.replace(case, seq_lens=lens), 4, monkeypatch, expect=case)
 
 
 @pytest.mark.parametrize("scale", [0.2, 0.0, -0.2])

@@ -80,7 +80,9 @@ def test_no_sequences_or_queries(axis, hopper):
         args = q_latent[:, :0], q_rope[:, :0], cache, table, lens
     with pytest.raises(Unsupported) as raised:
         mla_decode(*args, scale=1.0, implementation="mosaic")
-    assert str(raised.value) == message("takes a sequence, a query and a head at least")
+    assert str(raised.value) == message(
+        "takes a sequence, a query, a head and a page of each at least"
+    )
     assert mla_decode(*args, scale=1.0).size == 0
 
 

@@ -258,6 +258,12 @@ def test_no_page_belongs_to_two_sequences(page_size, growth):
             ValueError,
             "`seed` is 9223372036854775808: must be an integer of 64 bits",
         ),
+        (
+            "abc",
+            {},
+            TypeError,
+            "`prompts` is a str: must be token ids, [B, T] or a list of lists",
+        ),
         ([[1]], {"eos_id": 1.5}, TypeError, "`eos_id` is 1.5: must be an int"),
         (
             [[1]],
