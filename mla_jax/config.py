@@ -48,7 +48,7 @@ class YarnConfig:
     truncate: bool = True
 
     def temperature(self, mscale: float) -> float:
-        """`0.1 * mscale * ln(factor) + 1` (YaRN sec. 3.4); 1 where nothing is stretched."""
+        """`0.1 * mscale * ln(factor) + 1` (YaRN sec. 3.4); 1 where `factor` is at most 1."""
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
     def inv_freq(self, d_rope: int, theta: float) -> np.ndarray:
@@ -161,7 +161,11 @@ class MLAConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, source: str = "config.json") -> MLAConfig:
-        """As `from_pretrained`, from the parsed file; `source` is what error messages call it."""
+        """As `from_pretrained`, from the parsed file; `source` is what error messages call it.
+
+        Raises:
+          ValueError, NotImplementedError: as `from_pretrained`.
+        """
         keys = _Keys(values, source)
         model_type = keys.get("model_type", str)
         if model_type == "deepseek_v32":
@@ -217,6 +221,8 @@ class MLAConfig:
         )
         if config.d_rope % 2:
             keys.fail("qk_rope_head_dim", "must be even: RoPE turns pairs of channels")
+        if not 0 < config.norm_eps < math.inf:
+            keys.fail("rms_norm_eps", "must be above 0 and finite")
         return config
 
     @property
@@ -294,11 +300,11 @@ class _Keys:
             self.fail(key, f"must be of type {kind.__name__}")
         return value
 
-    def size(self, key: str, default: Any = _REQUIRED) -> Any:
-        """A positive int; null counts as missing."""
+    def size(self, key: str, default: Any = _REQUIRED, *, least: int = 1) -> Any:
+        """An int of at least `least`; null counts as missing."""
         value = self.get(key, int, default)
-        if value is not None and value < 1:
-            self.fail(key, "must be at least 1")
+        if value is not None and value < least:
+            self.fail(key, f"must be at least {least}")
         return value
 
     def section(self, key: str) -> _Keys:
@@ -354,7 +360,7 @@ def _moe(keys: _Keys, version: int) -> MoEConfig | None:
     moe = MoEConfig(
         num_experts=num_experts,
         num_experts_per_token=keys.size("num_experts_per_tok"),
-        num_shared_experts=keys.get("n_shared_experts", int, 0),
+        num_shared_experts=keys.size("n_shared_experts", 0, least=0),
         d_expert=keys.size("moe_intermediate_size"),
         scoring=scoring,
         num_groups=keys.size("n_group", defaults["n_group"]) if grouped else 1,
@@ -362,7 +368,7 @@ def _moe(keys: _Keys, version: int) -> MoEConfig | None:
         # V2 never normalises the weights of the chosen experts, whatever `norm_topk_prob` says.
         normalize=version == 3 and keys.get("norm_topk_prob", bool, True),
         routed_scale=keys.get("routed_scaling_factor", float, defaults["routed_scaling_factor"]),
-        first_layer=keys.get("first_k_dense_replace", int, defaults["first_k_dense_replace"]),
+        first_layer=keys.size("first_k_dense_replace", defaults["first_k_dense_replace"], least=0),
         layer_freq=keys.size("moe_layer_freq", 1),
     )
     if moe.num_experts % moe.num_groups:

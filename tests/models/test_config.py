@@ -95,6 +95,13 @@ def test_what_a_file_may_leave_out():
     assert (config.rope_theta, config.norm_eps, config.dtype) == (1e4, 1e-6, "float32")
 
 
+def test_no_shared_experts_and_no_dense_layers():
+    values = tiny_config(V3, n_shared_experts=0, first_k_dense_replace=0)
+    config = MLAConfig.from_dict(values)
+    assert config.moe is not None and config.moe.num_shared_experts == 0
+    assert config.is_moe_layer(0)
+
+
 def test_generations_and_their_layers():
     v2 = MLAConfig.from_dict(tiny_config(V2, n_group=4, topk_group=2, norm_topk_prob=True))
     assert v2.moe is not None and (v2.moe.num_groups, v2.moe.normalize) == (1, False)
@@ -211,6 +218,24 @@ def test_eos_id(eos, expected):
             {"rope_scaling": {"type": "yarn", "factor": 4, "beta_slow": -1.0}},
             ValueError,
             "here.json: `rope_scaling.beta_slow` is -1.0: must be above 0",
+        ),
+        (
+            {"n_shared_experts": -1},
+            ValueError,
+            "here.json: `n_shared_experts` is -1: must be at least 0",
+        ),
+        (
+            {"first_k_dense_replace": -1},
+            ValueError,
+            "here.json: `first_k_dense_replace` is -1: must be at least 0",
+        ),
+        *(
+            (
+                {"rms_norm_eps": eps},
+                ValueError,
+                f"here.json: `rms_norm_eps` is {eps}: must be above 0 and finite",
+            )
+            for eps in (0, -1e-6, math.inf, math.nan)
         ),
         (
             {"eos_token_id": "</s>"},
