@@ -1,5 +1,6 @@
 """What README and docs show is run; what they name exists."""
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -13,6 +14,7 @@ from pallas_kernels.formats import FORMATS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+MODULES = sorted((ROOT / "mla_jax").rglob("*.py"))
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
@@ -114,11 +116,35 @@ def test_named_files_exist(page):
             assert (ROOT / path).exists(), path
 
 
-def test_public_functions_are_documented():
-    import mla_jax
-    from mla_jax import flash_mla, models, nn
+def public_definitions(file: Path):
+    """Public functions and classes of a module, with the public methods and properties that the
+    classes themselves define; `__init__` and `__call__` count as public."""
+    todo = [("", ast.parse(file.read_text(encoding="utf-8")))]
+    while todo:
+        prefix, parent = todo.pop()
+        for node in parent.body:
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                continue
+            if node.name.startswith("_") and node.name not in ("__init__", "__call__"):
+                continue
+            yield prefix + node.name, node
+            if isinstance(node, ast.ClassDef):
+                todo.append((f"{prefix}{node.name}.", node))
 
-    for module in (mla_jax, models, nn, flash_mla):
-        for name, value in vars(module).items():
-            if not name.startswith("_") and getattr(value, "__module__", "").startswith("mla_jax"):
-                assert value.__doc__, f"{module.__name__}.{name}"
+
+@pytest.mark.parametrize("file", MODULES, ids=lambda file: file.relative_to(ROOT).as_posix())
+def test_public_functions_are_documented(file):
+    missing = [name for name, node in public_definitions(file) if not ast.get_docstring(node)]
+    assert not missing
+
+
+def test_undocumented_methods_and_properties_are_found(tmp_path):
+    file = tmp_path / "module.py"
+    file.write_text(
+        "class A(B):\n    def __init__(self): ...\n    def f(self): ...\n"
+        "    @property\n    def g(self): ...\n    def _h(self): ...\n    def __str__(self): ...\n"
+        "class _C:\n    def f(self): ...\n"
+        "def f():\n    'Documented.'\n    def inner(): ...\n"
+    )
+    names = [name for name, node in public_definitions(file) if not ast.get_docstring(node)]
+    assert names == ["A", "A.__init__", "A.f", "A.g"]

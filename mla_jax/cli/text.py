@@ -66,6 +66,7 @@ class TextStream:
     """Turns ids into text one at a time; characters of several tokens appear when complete."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]):
+        """`prompt_ids` come before the ids that are pushed; their text is not given again."""
         self._tokenizer = tokenizer
         # Whether a space comes before a token can depend on the tokens before it, so each is
         # decoded together with those and their text is taken off again.

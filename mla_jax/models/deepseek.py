@@ -32,6 +32,19 @@ class DecoderLayer(nnx.Module):
         prefill_fn: Callable,
         decode_fn: Callable,
     ):
+        """Random parameters.
+
+        Args:
+          config: sizes and conventions.
+          layer: number of the layer, from 0; `config.is_moe_layer` decides by it.
+          dtype: of parameters and activations.
+          rngs: for the parameters.
+          prefill_fn: attention in MHA form, called as `mla_jax.mla_prefill`.
+          decode_fn: attention in absorbed form, called as `mla_jax.mla_decode`.
+
+        Raises:
+          TypeError: `dtype` is not bfloat16, float16 or float32.
+        """
         norm = functools.partial(
             nnx.RMSNorm,
             config.d_model,
@@ -57,18 +70,48 @@ class DecoderLayer(nnx.Module):
         lengths: Int[Array, " b"] | None = None,
         implementation: Implementation = None,
     ) -> Float[Array, "b t d_model"]:
+        """The residual stream after this layer, of whole sequences without a cache.
+
+        Args:
+          x: residual stream, right-padded, in the dtype of the layer.
+          lengths: int32 tokens of each sequence; None means all `t`.
+          implementation: as in `mla_jax.mla_prefill`.
+
+        Raises:
+          ValueError, TypeError, NotImplementedError: as `MultiHeadLatentAttention.__call__`.
+        """
         y = self.attention(self.input_norm(x), lengths=lengths, implementation=implementation)
         return self._feed_forward(x + y)
 
     def prefill(
         self, x: Float[Array, "b t d_model"], cache: LatentCache, *args, **kwargs
     ) -> tuple[Float[Array, "b t d_model"], LatentCache]:
+        """The residual stream of the next chunk after this layer, and the cache with the chunk.
+
+        Args:
+          x: residual stream of the chunk, right-padded, in the dtype of the layer.
+          cache: of this layer.
+          *args, **kwargs: as in `MultiHeadLatentAttention.prefill`.
+
+        Raises:
+          ValueError, TypeError, NotImplementedError: as `MultiHeadLatentAttention.prefill`.
+        """
         y, cache = self.attention.prefill(self.input_norm(x), cache, *args, **kwargs)
         return self._feed_forward(x + y), cache
 
     def decode(
         self, x: Float[Array, "b s d_model"], cache: LatentCache, *args, **kwargs
     ) -> tuple[Float[Array, "b s d_model"], LatentCache]:
+        """The residual stream of the new tokens after this layer, and the cache with them.
+
+        Args:
+          x: residual stream of the new tokens, in the dtype of the layer.
+          cache: of this layer.
+          *args, **kwargs: as in `MultiHeadLatentAttention.decode`.
+
+        Raises:
+          ValueError, TypeError, NotImplementedError: as `MultiHeadLatentAttention.decode`.
+        """
         y, cache = self.attention.decode(self.input_norm(x), cache, *args, **kwargs)
         return self._feed_forward(x + y), cache
 
@@ -100,6 +143,9 @@ class DeepseekModel(nnx.Module):
           dtype: of parameters and activations, `config.dtype` by default.
           prefill_fn: attention in MHA form, called as `mla_jax.mla_prefill`.
           decode_fn: attention in absorbed form, called as `mla_jax.mla_decode`.
+
+        Raises:
+          TypeError: `dtype` is not bfloat16, float16 or float32.
         """
         dtype = jnp.dtype(config.dtype if dtype is None else dtype)
         if dtype.name not in FLOATS:
@@ -135,6 +181,11 @@ class DeepseekModel(nnx.Module):
 
         Returns:
           float32 logits: those at `[:, i]` are for the token after `input_ids[:, i]`.
+
+        Raises:
+          ValueError: shapes that do not fit together.
+          TypeError: ids or lengths that are not arrays of integers.
+          NotImplementedError: no implementation of those named can serve the call.
         """
         x = self._embed(input_ids)
         for layer in self.layers:
@@ -161,6 +212,15 @@ class DeepseekModel(nnx.Module):
           lengths: int32 tokens of the chunk that belong to each sequence; None means all `t`.
             Where it is 0 the sequence does not change, and its logits are meaningless.
           implementation: as in `mla_jax.mla_prefill`.
+
+        Returns:
+          float32 logits for the token after the chunk, and the caches with the chunk in them.
+
+        Raises:
+          ValueError: shapes that do not fit together, or not one cache for each layer.
+          TypeError: ids, pages or lengths that are not arrays of integers, or a cache whose arrays
+            are not what its format declares.
+          NotImplementedError: no implementation of those named can serve the call.
         """
         x, new_caches = self._embed(input_ids), []
         b, t = input_ids.shape
@@ -191,6 +251,13 @@ class DeepseekModel(nnx.Module):
           seq_lens: int32 tokens in the cache once the new ones are written; 0 for a row of the
             batch that is not in use.
           implementation: as in `mla_jax.mla_decode`.
+
+        Returns:
+          float32 logits, those at `[:, i]` for the token after `input_ids[:, i]`, and the caches
+          with the new tokens in them.
+
+        Raises:
+          ValueError, TypeError, NotImplementedError: as `prefill`.
         """
         x, new_caches = self._embed(input_ids), []
         plan = plan_decode(
@@ -207,7 +274,11 @@ class DeepseekModel(nnx.Module):
         return self.logits(x), tuple(new_caches)
 
     def logits(self, x: Float[Array, "b t d_model"]) -> Float[Array, "b t vocab"]:
-        """float32 logits from the residual stream after the last layer."""
+        """float32 logits from the residual stream after the last layer, its norm included.
+
+        Raises:
+          ValueError, TypeError: from JAX, rows that are not `d_model` wide.
+        """
         head = (
             self.embed.embedding[...].T if self.config.tie_embeddings else self.lm_head.kernel[...]
         )
@@ -221,7 +292,16 @@ class DeepseekModel(nnx.Module):
     def init_caches(
         self, num_pages: int, *, page_size: int = 64, cache_format: str | None = None
     ) -> Caches:
-        """Empty caches, one per layer; `cache_format=None` follows the dtype of the model."""
+        """Empty caches, one per layer; `cache_format=None` follows the dtype of the model.
+
+        Args:
+          num_pages: pages of each cache, shared by all sequences.
+          page_size: tokens in a page.
+          cache_format: one of those of `mla_jax.init_cache`.
+
+        Raises:
+          ValueError, TypeError: as `mla_jax.init_cache`.
+        """
         make = functools.partial(
             init_cache,
             num_pages,
@@ -240,5 +320,8 @@ def init(config: MLAConfig, *, seed: int = 0, dtype: DTypeLike | None = None) ->
       config: sizes and conventions.
       seed: of the weights.
       dtype: of parameters and activations, `config.dtype` by default.
+
+    Raises:
+      TypeError: `dtype` is not bfloat16, float16 or float32.
     """
     return DeepseekModel(config, dtype=dtype, rngs=nnx.Rngs(seed))

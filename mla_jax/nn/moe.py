@@ -15,6 +15,14 @@ class MLP(nnx.Module):
     """`down_proj(silu(gate_proj(x)) * up_proj(x))`, hidden width `d_ff`."""
 
     def __init__(self, d_model: int, d_ff: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        """Random weights, LeCun normal, without biases.
+
+        Args:
+          d_model: width of the residual stream.
+          d_ff: hidden width.
+          dtype: of parameters and activations.
+          rngs: for the parameters.
+        """
         linear = functools.partial(
             nnx.Linear, use_bias=False, dtype=dtype, param_dtype=dtype, rngs=rngs
         )
@@ -23,6 +31,14 @@ class MLP(nnx.Module):
         self.down_proj = linear(d_ff, d_model)
 
     def __call__(self, x: Float[Array, "... d_model"]) -> Float[Array, "... d_model"]:
+        """SwiGLU (arXiv:2002.05202) of each row, in the dtype of the layer.
+
+        Args:
+          x: normed residual stream, cast to the dtype of the layer.
+
+        Raises:
+          TypeError: rows that are not `d_model` wide.
+        """
         return self.down_proj(nnx.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -42,6 +58,12 @@ def select_experts(
       logits: router outputs, float32.
       bias: float32 correction for the choice, given exactly with sigmoid scores.
       moe: how many experts and groups, and how weights are normalised and scaled.
+
+    Returns:
+      Numbers of the experts, int32, best first, and their weights, float32.
+
+    Raises:
+      ValueError, TypeError: from JAX, where shapes do not fit `moe`; values are not checked.
     """
     if bias is None:
         scores = jax.nn.softmax(logits)
@@ -69,6 +91,16 @@ class Router(nnx.Module):
     """Scores the experts for each token, in float32 whatever the dtype of the model."""
 
     def __init__(self, config: MLAConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        """Random weights, LeCun normal; the bias of sigmoid scores begins at 0.
+
+        Args:
+          config: sizes and routing rule.
+          dtype: of the weights.
+          rngs: for the parameters.
+
+        Raises:
+          AssertionError: `config.moe` is None.
+        """
         assert config.moe is not None
         self.moe = config.moe
         shape = (config.d_model, config.moe.num_experts)
@@ -78,13 +110,28 @@ class Router(nnx.Module):
         self.bias = nnx.data(None if bias is None else nnx.Variable(bias))
 
     def logits(self, x: Float[Array, "n d_model"]) -> Float[Array, "n num_experts"]:
+        """`x @ kernel` as float32 products: the scores before softmax or sigmoid.
+
+        Args:
+          x: tokens, of any float dtype.
+
+        Raises:
+          TypeError: rows that are not `d_model` wide.
+        """
         kernel = self.kernel[...].astype(jnp.float32)
         return jnp.dot(x.astype(jnp.float32), kernel, precision=jax.lax.Precision.HIGHEST)
 
     def __call__(
         self, x: Float[Array, "n d_model"]
     ) -> tuple[Int[Array, "n k"], Float[Array, "n k"]]:
-        """The experts of each token and their weights, see `select_experts`."""
+        """The experts of each token and their weights, see `select_experts`.
+
+        Args:
+          x: tokens, of any float dtype.
+
+        Raises:
+          TypeError: rows that are not `d_model` wide.
+        """
         return select_experts(
             self.logits(x), None if self.bias is None else self.bias[...], self.moe
         )
@@ -98,6 +145,16 @@ class MoE(nnx.Module):
     """
 
     def __init__(self, config: MLAConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        """Random weights, LeCun normal within each expert.
+
+        Args:
+          config: sizes and routing rule.
+          dtype: of parameters and activations.
+          rngs: for the parameters.
+
+        Raises:
+          AssertionError: `config.moe` is None.
+        """
         assert config.moe is not None
         moe, d_model = config.moe, config.d_model
         init = nnx.initializers.lecun_normal(batch_axis=0)
@@ -113,6 +170,17 @@ class MoE(nnx.Module):
         )
 
     def __call__(self, x: Float[Array, "b t d_model"]) -> Float[Array, "b t d_model"]:
+        """`sum_k weight_k * expert_k(x) + shared(x)` of each token, in the dtype of `x`.
+
+        (DeepSeek-V2, arXiv:2405.04434 sec. 2.2.1.) No token is dropped, however many choose one
+        expert. The weighted sum is float32.
+
+        Args:
+          x: normed residual stream, in the dtype of the layer.
+
+        Raises:
+          TypeError: rows that are not `d_model` wide.
+        """
         tokens = x.reshape(-1, x.shape[-1])
         out = self._routed(tokens, *self.router(tokens)).reshape(x.shape)
         return out if self.shared is None else out + self.shared(x)

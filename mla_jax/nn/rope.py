@@ -13,6 +13,14 @@ def apply_rope(
 
     `config.rope_pairs` says which channels are a pair, `config.rope_order` in which order the
     turned channels come out. Computed in float32, returned in the dtype of `x`.
+
+    Args:
+      x: queries or keys, with any number of axes of heads.
+      positions: of each token in its sequence, from 0.
+      config: frequencies and conventions.
+
+    Raises:
+      ValueError, TypeError: from JAX, shapes that do not fit together; values are not checked.
     """
     angle = positions.astype(jnp.float32)[..., None] * config.inv_freq
     angle = jnp.expand_dims(angle, range(2, x.ndim - 1))

@@ -15,12 +15,15 @@ from jaxtyping import Array, Float
 
 
 class State(NamedTuple):
+    """What is known of each row after some keys, float32: see the module."""
+
     m: Float[Array, "*rows"]
     l: Float[Array, "*rows"]
     acc: Float[Array, "*rows d"]
 
 
 def start(rows: tuple[int, ...], d: int) -> State:
+    """The state of `rows` (a shape) that have seen no key, for values of `d` channels."""
     return State(
         jnp.full(rows, -jnp.inf, jnp.float32),
         jnp.zeros(rows, jnp.float32),

@@ -48,6 +48,7 @@ class Config:
 
     @property
     def row_tiles(self) -> int:
+        """Tiles of `BLOCK_M` rows that cover the rows of a sequence."""
         return -(-self.rows // BLOCK_M)
 
     @property
@@ -68,6 +69,7 @@ class Config:
 
     @property
     def pages_per_tile(self) -> int:
+        """Pages that a key tile is loaded from; 1 where a page holds several tiles."""
         return max(1, BLOCK_KV // self.page_size)
 
     @property

@@ -31,6 +31,7 @@ class Softmax(NamedTuple):
 
     @staticmethod
     def start(rows: int) -> "Softmax":
+        """The state of rows that have seen no key."""
         return Softmax(full((rows,), NO_MAXIMUM, jnp.float32), full((rows,), 0.0, jnp.float32))
 
     def step(self, s, scale_log2: float, slack: float) -> tuple["Softmax", jax.Array, jax.Array]:
