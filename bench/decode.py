@@ -26,7 +26,6 @@ from pallas_kernels.formats import FORMATS
 
 OURS = ("mosaic",)
 BASELINES = ("xla", baselines.NAME)
-FORMATS_MEASURED = ("bf16", "f16")
 
 
 class WrongResult(Exception):

@@ -222,14 +222,17 @@ def _write(
 
 
 def slots_of(
-    block_table: Int[Array, "b max_pages"], positions: Int[Array, " k"], cache: LatentCache
+    block_table: Int[Array, "b max_pages"], positions: Int[Array, "#b k"], cache: LatentCache
 ) -> Int[Array, "b k"]:
-    """Slots of the tokens at `positions` of every sequence; -1 where the table names no page.
+    """Slots of the tokens at `positions`, from 0, of their sequences or of all (one row).
+
+    -1 where the table names no page.
 
     Any int32 may stand in the table: an entry that is not a page of the cache gives -1.
     """
     column, offset = positions // cache.page_size, positions % cache.page_size
-    page = jnp.take(block_table, column, axis=1, mode="fill", fill_value=-1)
+    column = jnp.broadcast_to(column, (len(block_table), column.shape[1]))
+    page = jnp.take_along_axis(block_table, column, axis=1, mode="fill", fill_value=-1)
     live = (page >= 0) & (page < cache.num_pages)
     return jnp.where(live, page * cache.page_size + offset, -1)
 
@@ -288,7 +291,7 @@ def gather(
     if jnp.dtype(dtype).name not in FLOATS:
         raise TypeError(f"`dtype` is {jnp.dtype(dtype)}: must be bfloat16, float16 or float32")
     positions = jnp.arange(block_table.shape[1] * cache.page_size)
-    slots = slots_of(block_table, positions, cache)
+    slots = slots_of(block_table, positions[None], cache)
     latent, rope = read(cache, jnp.where(positions < seq_lens[:, None], slots, -1))
     return latent.astype(dtype), rope.astype(dtype)
 

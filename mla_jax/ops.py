@@ -64,7 +64,8 @@ def mla_decode(
         q_rope: rotated queries, of the same dtype.
         cache: the cache, in any format, the new tokens appended already.
         block_table: page of the i-th `page_size` tokens of each sequence. Entries that no token
-            needs may hold anything; a token whose entry is not a page of the cache is not seen.
+            needs may hold anything. A token whose entry is not a page of the cache is not seen by
+            the reference; what a kernel sees in its place is undefined.
         seq_lens: tokens of each sequence in the cache, the `s_q` new ones included; 0 is legal.
         scale: factor of the scores.
         causal: query `i` sees the keys before `seq_lens - (s_q - 1 - i)`; otherwise all see all.

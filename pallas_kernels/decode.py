@@ -14,6 +14,7 @@ from pallas_kernels.decode_dense.config import Config
 from pallas_kernels.errors import Unsupported
 from pallas_kernels.hopper.device import num_sms
 from pallas_kernels.hopper.plan import divide
+from pallas_kernels.hopper.row_tiles import untile
 
 FORMATS = ("bf16", "f16")
 
@@ -89,7 +90,7 @@ def _attend(config: Config, interpret: Any, *arrays: Any):
     out, lse = merge(
         out, lse, partial, partial_lse2, parts, sink, num_sms=num_sms(), interpret=interpret
     )
-    lse = entry.untile_rows(lse, config.rows).reshape(q_latent.shape[:3])
+    lse = untile(lse, config.rows).reshape(q_latent.shape[:3])
     return out.reshape(q_latent.shape), lse.transpose(0, 2, 1)
 
 

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from mla_jax.cache import LatentCache, append, check_cache, check_table, gather
+from mla_jax.cache import LatentCache, append, check_cache, check_table, gather, slots_of
 from mla_jax.checks import FLOATS, check_array, check_integer
 from mla_jax.config import MLAConfig
 from mla_jax.nn.rope import apply_rope
@@ -297,11 +297,7 @@ def _write(
     live: Bool[Array, "b t"],
 ) -> LatentCache:
     """Appends the live tokens at their positions; a position beyond the block table is dropped."""
-    pages = jnp.take_along_axis(
-        block_table, positions // cache.page_size, axis=1, mode="fill", fill_value=-1
-    )
-    live &= (pages >= 0) & (pages < cache.num_pages)
-    slots = jnp.where(live, pages * cache.page_size + positions % cache.page_size, -1)
+    slots = jnp.where(live, slots_of(block_table, positions, cache), -1)
     flat = lambda x: x.reshape(-1, *x.shape[2:])
     return append(cache, flat(latent), flat(k_rope), flat(slots))
 

@@ -40,7 +40,7 @@ def mla_decode(
 
     def select(i):
         positions = i * chunk + jnp.arange(chunk)
-        slots = slots_of(block_table, positions, cache)
+        slots = slots_of(block_table, positions[None], cache)
         slots = jnp.where(positions < seq_lens[:, None], slots, -1)
         return slots, (positions < ends[..., None]) & (slots >= 0)[:, None]
 

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.limits import BLOCK_M
+from pallas_kernels.hopper.row_tiles import slot_of
 from pallas_kernels.hopper.softmax import LN2, LOG2E
 
 BATCH = 4
@@ -42,7 +42,6 @@ def merge(
     """Fill in the rows of split sequences in `out [B, rows, C]` and the tiled `lse`, in place."""
     rows, d_latent = out.shape[1:]
     num_parts = parts.shape[0]
-    tile_start = max(rows - BLOCK_M, 0), (-(-rows // BLOCK_M) - 1) * BLOCK_M
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
     workers = num_sms * CTAS_PER_SM * WARPGROUPS
     columns = plgpu.Layout.WG_STRIDED((d_latent,), d_latent // 128)
@@ -60,11 +59,7 @@ def merge(
 
         def run(item):
             part, row = part_of(item), lax.rem(item, jnp.int32(rows))
-            slot_row = (
-                row
-                if rows <= BLOCK_M
-                else jnp.where(row < tile_start[1], row, row - tile_start[0] + tile_start[1])
-            )
+            slot_row = slot_of(row, rows)
             seq, head = gmem.parts[part, 0], gmem.parts[part, 4]
             pieces = part - head + 1
             head_slot = 2 * head + (gmem.parts[head, 0] != seq).astype(jnp.int32)

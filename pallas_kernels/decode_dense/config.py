@@ -9,6 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.layouts import tiled
 from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M, SMEM_ALIGN, SMEM_BYTES
+from pallas_kernels.hopper.row_tiles import num_tiles
 
 PAGE_SIZES = (16, 32, 64, 128)
 D_LATENT = (256, 512)
@@ -49,7 +50,7 @@ class Config:
     @property
     def row_tiles(self) -> int:
         """Tiles of `BLOCK_M` rows that cover the rows of a sequence."""
-        return -(-self.rows // BLOCK_M)
+        return num_tiles(self.rows)
 
     @property
     def tile_rows(self) -> int:

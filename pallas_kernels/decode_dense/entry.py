@@ -4,27 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.decode_dense.config import Config
 from pallas_kernels.decode_dense.kernel import decode
-from pallas_kernels.errors import Unsupported
-from pallas_kernels.hopper.limits import BLOCK_M
-
-
-def tile_rows(rows: int) -> np.ndarray:
-    """The row of each slot of the row tiles: 64 at a time, the last tile drawn back to end at the
-    last row. Slots of a lone, partly filled tile repeat its last row."""
-    tiles = -(-rows // BLOCK_M)
-    starts = np.minimum(np.arange(tiles) * BLOCK_M, max(rows - BLOCK_M, 0))
-    return np.minimum(starts[:, None] + np.arange(BLOCK_M), rows - 1).reshape(-1)
-
-
-def untile_rows(values: jax.Array, rows: int) -> jax.Array:
-    """`[B, slots]` in the order of `tile_rows` to `[B, rows]`."""
-    whole = rows // BLOCK_M * BLOCK_M
-    rest = values[:, values.shape[1] - (rows - whole) :] if whole else values[:, :rows]
-    return jax.lax.concatenate([values[:, :whole], rest], 1) if rows > whole else values
+from pallas_kernels.hopper.row_tiles import row_of_slots
 
 
 def launch(
@@ -40,13 +23,11 @@ def launch(
     attn_sink: jax.Array | None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Attend; what `kernel.decode` gives, and the sink of each slot of the row tiles.
+    """Attend as `config` says, which must have no refusal.
 
-    Raises:
-        Unsupported: the config's refusal.
+    Returns:
+        What `kernel.decode` gives, and the sink of each slot of the row tiles.
     """
-    if refusal := config.refusal():
-        raise Unsupported(refusal)
     batch = q_latent.shape[0]
     missing = config.q_tile_rows - config.tile_rows
 
@@ -65,7 +46,7 @@ def launch(
     }
     sink = None
     if attn_sink is not None:
-        sink = attn_sink.astype(jnp.float32)[tile_rows(config.rows) % config.num_heads]
+        sink = attn_sink.astype(jnp.float32)[row_of_slots(config.rows) % config.num_heads]
         inputs["sink"] = sink
     if run_scale is not None:
         inputs["run_scale"] = run_scale.reshape(1)

@@ -34,6 +34,3 @@ GPUS: Mapping[str, Gpu] = types.MappingProxyType(
     }
 )
 """By the data sheets (SXM forms)."""
-
-H200_MEASURED = Gpu("H200, measured", tflops_16=760.0, tflops_8=1450.0, tbs=4.45)
-"""What one H200 reached under its power limit: matrix products of 8192^3, and reading memory."""

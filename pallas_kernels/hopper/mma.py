@@ -6,6 +6,7 @@ flight while other things are done reads at any time between issue and wait: it 
 reading at both ends, and is NaN where they differ.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,21 +35,14 @@ def dot(
     shape: tuple[int, int],
     *,
     interpret: bool,
-    after_issue: Callable[[], None] | None = None,
 ) -> jax.Array:
-    """Sum of `a @ b` over the operand pairs, float32, waiting for the result.
-
-    A pair with `a` in registers must come first: ptxas serialises the kernel (C7513) if another
-    wgmma is in flight when one starts to read its registers.
-    """
+    """Sum of `a @ b` over the operand pairs, all in shared memory; float32, waited for."""
     if interpret:
-        return _in_flight(lambda: sum(_plain(a, b) for a, b in operands), after_issue)
+        return functools.reduce(jnp.add, (_plain(a, b) for a, b in operands))
 
     def issue(acc):
         for a, b in operands:
             plgpu.wgmma(acc, a, b)
-        if after_issue is not None:
-            after_issue()
         return acc[...]
 
     return pl.run_scoped(issue, Accumulator(shape, jnp.float32))
@@ -62,7 +56,11 @@ def add_dot(
     interpret: bool,
     after_issue: Callable[[], None] | None = None,
 ) -> jax.Array:
-    """`acc + a @ b`, waiting for the result; `after_issue` runs while the tensor cores work."""
+    """`acc + a @ b`, waiting for the result; `after_issue` runs while the tensor cores work.
+
+    With `a` in registers no other wgmma may be in flight when this one starts to read them: ptxas
+    would serialise the kernel (C7513).
+    """
     if interpret:
         return acc + _in_flight(lambda: _plain(a, b), after_issue)
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from pallas_kernels.hopper.device import num_sms
-from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M
+from pallas_kernels.hopper.limits import BLOCK_KV
+from pallas_kernels.hopper.row_tiles import num_tiles
 
 # Costs in units of one key tile.
 SEQUENCE_COST = 3
@@ -29,7 +30,7 @@ def divide(seq_lens: Int[Array, " b"], *, rows: int) -> Int[Array, "parts 6"]:
     starts in part `head`, which is `p` unless it was split. The column `merge` lists, apart from
     the rows that it stands in, the parts in which a split sequence ends, then -1.
     """
-    num_parts = max(1, num_sms() // -(-rows // BLOCK_M))
+    num_parts = max(1, num_sms() // num_tiles(rows))
     tiles = -(-jnp.maximum(seq_lens, 0) // BLOCK_KV)
     batch = tiles.shape[0]
     # No length, however wild, may make the sum overflow.

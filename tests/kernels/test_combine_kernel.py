@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.combine import kernel
-from pallas_kernels.decode_dense.entry import tile_rows, untile_rows
+from pallas_kernels.hopper.row_tiles import row_of_slots, untile
 from tests import oracle, tolerances
 from tests.kernels import simulator
 from tests.kernels.test_plan import num_tiles, pieces_of, planner
@@ -27,7 +27,7 @@ def inputs(lens, rows, d_latent, num_sms, dtype=jnp.bfloat16):
     """
     rng = np.random.default_rng(0)
     parts = np.asarray(planner(rows, num_sms)(jnp.asarray(lens, jnp.int32)))
-    order = tile_rows(rows)
+    order = row_of_slots(rows)
     partial = np.full((2 * len(parts), len(order), d_latent), np.nan, np.float32)
     partial_lse2 = np.full((2 * len(parts), len(order)), np.nan, np.float32)
     split = {}
@@ -78,7 +78,7 @@ def test_against_float64(lens, rows, d_latent, with_sink, interpret, monkeypatch
     monkeypatch.setattr(kernel, "CTAS_PER_SM", 1)
     arrays, split = inputs(lens, rows, d_latent, num_sms)
     assert max(map(len, split.values())) > kernel.BATCH or rows > 64
-    sink, slots = None, tile_rows(rows)
+    sink, slots = None, row_of_slots(rows)
     if with_sink:
         sink = np.random.default_rng(2).standard_normal(rows).astype(np.float32) * 3
         sink[3], sink[4] = np.inf, -np.inf
@@ -91,7 +91,7 @@ def test_against_float64(lens, rows, d_latent, with_sink, interpret, monkeypatch
             assert (out[seq] == 7).all() and (lse[seq] == 7).all(), f"sequence {seq} was touched"
     for seq, (expected_out, expected_lse) in expected(split, sink).items():
         tolerances.check("out", out[seq], expected_out, tolerances.OUT["bfloat16"])
-        found = untile_rows(lse[seq : seq + 1], rows)[0]
+        found = untile(lse[seq : seq + 1], rows)[0]
         tolerances.check("lse", found, expected_lse, tolerances.LSE)
     for again, first in zip(map(np.asarray, run(*args)), (out, lse), strict=True):
         np.testing.assert_array_equal(again, first)
