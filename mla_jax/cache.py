@@ -15,10 +15,10 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from mla_jax import quantise
 from mla_jax.checks import (
-    FLOATS,
     as_int32,
     check_array,
     check_choice,
+    check_dtype,
     check_float,
     check_integer,
     check_size,
@@ -288,8 +288,7 @@ def gather(
     """
     check_cache(cache)
     block_table, seq_lens = check_table(block_table, seq_lens)
-    if jnp.dtype(dtype).name not in FLOATS:
-        raise TypeError(f"`dtype` is {jnp.dtype(dtype)}: must be bfloat16, float16 or float32")
+    dtype = check_dtype("dtype", dtype)
     positions = jnp.arange(block_table.shape[1] * cache.page_size)
     slots = slots_of(block_table, positions[None], cache)
     latent, rope = read(cache, jnp.where(positions < seq_lens[:, None], slots, -1))

@@ -42,6 +42,17 @@ def check_array(name: str, x: Any, layout: str, **sizes: int) -> tuple[int, ...]
     return x.shape
 
 
+def check_dtype(name: str, dtype: Any) -> np.dtype:
+    """Check that `dtype` is one of activations; return it as a numpy dtype."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in FLOATS:
+        raise TypeError(f"`{name}` is {found or repr(dtype)}: must be bfloat16, float16 or float32")
+    return found
+
+
 def check_float(name: str, x: Any) -> None:
     """Check that the array `x` holds activations: bfloat16, float16 or float32."""
     if x.dtype.name not in FLOATS:

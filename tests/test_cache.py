@@ -341,6 +341,11 @@ def append_to(latent, rope, scale, format):
             "`dtype` is int32: must be bfloat16, float16 or float32",
         ),
         (
+            lambda: gather(CACHE, np.zeros((2, 3), int), np.zeros(2, int), dtype="half-ish"),
+            TypeError,
+            "`dtype` is 'half-ish': must be bfloat16, float16 or float32",
+        ),
+        (
             lambda: gather(CACHE, np.zeros((2, 0), int), np.zeros(2, int), dtype=jnp.float32),
             ValueError,
             "`block_table` has shape (2, 0): must have a column at least",

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from mla_jax.cache import LatentCache, init_cache
-from mla_jax.checks import FLOATS, check_array, check_integer
+from mla_jax.checks import check_array, check_dtype, check_integer
 from mla_jax.config import MLAConfig
 from mla_jax.nn import MLP, MoE, MultiHeadLatentAttention
 from mla_jax.ops import Implementation, mla_decode, mla_prefill
@@ -147,9 +147,7 @@ class DeepseekModel(nnx.Module):
         Raises:
           TypeError: `dtype` is not bfloat16, float16 or float32.
         """
-        dtype = jnp.dtype(config.dtype if dtype is None else dtype)
-        if dtype.name not in FLOATS:
-            raise TypeError(f"`dtype` is {dtype.name}: must be one of {', '.join(FLOATS)}")
+        dtype = check_dtype("dtype", config.dtype if dtype is None else dtype)
         kwargs = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
         self.config = config
         self.dtype = dtype
@@ -223,6 +221,7 @@ class DeepseekModel(nnx.Module):
           NotImplementedError: no implementation of those named can serve the call.
         """
         x, new_caches = self._embed(input_ids), []
+        self._check_caches(caches)
         b, t = input_ids.shape
         lengths = jnp.full(b, t, jnp.int32) if lengths is None else lengths
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -260,6 +259,7 @@ class DeepseekModel(nnx.Module):
           ValueError, TypeError, NotImplementedError: as `prefill`.
         """
         x, new_caches = self._embed(input_ids), []
+        self._check_caches(caches)
         plan = plan_decode(
             seq_lens,
             num_heads=self.config.num_heads,
@@ -288,6 +288,12 @@ class DeepseekModel(nnx.Module):
         check_array("input_ids", input_ids, "b t")
         check_integer("input_ids", input_ids)
         return self.embed(input_ids)
+
+    def _check_caches(self, caches: Caches) -> None:
+        if len(caches) != len(self.layers):
+            raise ValueError(
+                f"`caches` holds {len(caches)}: must hold one for each of {len(self.layers)} layers"
+            )
 
     def init_caches(
         self, num_pages: int, *, page_size: int = 64, cache_format: str | None = None

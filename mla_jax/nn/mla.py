@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.cache import LatentCache, append, check_cache, check_table, gather, slots_of
-from mla_jax.checks import FLOATS, check_array, check_integer
+from mla_jax.checks import check_array, check_dtype, check_integer
 from mla_jax.config import MLAConfig
 from mla_jax.nn.rope import apply_rope
 from mla_jax.ops import Implementation, merge_states, mla_decode, mla_prefill
@@ -66,9 +66,7 @@ class MultiHeadLatentAttention(nnx.Module):
         Raises:
           TypeError: `dtype` is not bfloat16, float16 or float32.
         """
-        dtype = jnp.dtype(config.dtype if dtype is None else dtype)
-        if dtype.name not in FLOATS:
-            raise TypeError(f"`dtype` is {dtype.name}: must be one of {', '.join(FLOATS)}")
+        dtype = check_dtype("dtype", config.dtype if dtype is None else dtype)
         linear = functools.partial(nnx.Linear, dtype=dtype, param_dtype=dtype, rngs=rngs)
         norm = functools.partial(
             nnx.RMSNorm, epsilon=_LATENT_NORM_EPS, dtype=dtype, param_dtype=dtype, rngs=rngs

@@ -151,5 +151,15 @@ def test_random_model_of_a_config():
     assert logits.shape == (1, 3, 64) and np.isfinite(logits).all()
     assert (logits == models.init(config, seed=1, dtype="bfloat16")(ids)).all()
     assert (logits != models.init(config, seed=2, dtype="bfloat16")(ids)).any()
-    with pytest.raises(TypeError, match=r"^`dtype` is int8: must be one of bfloat16, float16,"):
+    with pytest.raises(TypeError, match=r"^`dtype` is int8: must be bfloat16, float16 or float32$"):
         models.init(config, dtype="int8")
+
+
+def test_a_cache_for_each_layer():
+    model = models.init(MLAConfig.from_dict(tiny_config(V3, num_hidden_layers=1)))
+    ids, table, lens = jnp.array([[3]]), jnp.array([[0]]), jnp.array([1])
+    for caches in ((), model.init_caches(1) * 2):
+        message = rf"^`caches` holds {len(caches)}: must hold one for each of 1 layers$"
+        for step in (model.decode, model.prefill):
+            with pytest.raises(ValueError, match=message):
+                step(ids, caches, table, lens)
