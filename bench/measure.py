@@ -19,9 +19,9 @@ from mla_jax.cli import console
 from pallas_kernels.hopper.gpus import Gpu
 
 CLEAR_BYTES = 256 << 20
-"""Written before each measured call: several times the L2 of any Hopper GPU (60 MB at most)."""
+"""Read before each measured call: several times the L2 of any Hopper GPU (60 MB at most)."""
 
-L2_POLICY = f"{CLEAR_BYTES >> 20} MiB written before each call"
+L2_POLICY = f"{CLEAR_BYTES >> 20} MiB read before each call"
 
 Call = Callable[[], Any]
 
@@ -98,29 +98,34 @@ def trace(run: Call) -> list[tuple[str, float]]:
 
 
 @functools.cache
-def _clear() -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(lambda value: jnp.full(CLEAR_BYTES // 4, value, jnp.uint32))
+def _clear() -> Call:
+    """A call that leaves nothing in L2 but clean lines of an array that no one else uses.
+
+    Writing would leave dirty ones, whose way to memory the measured call would pay for.
+    """
+    other = jnp.zeros(CLEAR_BYTES // 4, jnp.uint32)
+    read = jax.jit(jnp.sum)
+    return lambda: read(other)
 
 
 def kernel_times(call: Call, *, iterations: int, cold: bool = True) -> KernelTimes:
     """Time all kernels of `call`, each time with a cleared L2 if `cold`, else back to back.
 
-    The L2 is cleared by writing a large buffer on the device, between the calls and not part of
+    The L2 is cleared by reading a large array on the device, between the calls and not part of
     them. Copies and fills that XLA gives to the driver are no kernels and are not counted.
     """
-    value = jnp.uint32(1)
     clear = _clear()
-    jax.block_until_ready((clear(value), call()))
+    jax.block_until_ready((clear(), call()))
 
     def run():
         result = None
         for _ in range(iterations):
-            cleared = clear(value) if cold else None
+            cleared = clear() if cold else None
             result = (cleared, call())
             del cleared
         return result
 
-    prefix = [name for name, _ in trace(lambda: clear(value))] if cold else []
+    prefix = [name for name, _ in trace(clear)] if cold else []
     return _split(trace(run), prefix, iterations)
 
 

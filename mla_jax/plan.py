@@ -17,7 +17,7 @@ class DecodePlan:
     `parts` is described at `pallas_kernels.hopper.plan.divide`.
     """
 
-    parts: Int[Array, "parts 6"]
+    parts: Int[Array, "parts 8"]
     batch: int = dataclasses.field(metadata={"static": True})
     num_heads: int = dataclasses.field(metadata={"static": True})
     q_len: int = dataclasses.field(metadata={"static": True})

@@ -1,3 +1,9 @@
+import os
+
+# The simulated GPU's threads wait for each other in callbacks that hold a thread of XLA's pool; as
+# many as there are cores may be too few for the one that could go on.
+os.environ.setdefault("NPROC", "16")
+
 import hypothesis
 import jax
 import pytest

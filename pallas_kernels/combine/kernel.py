@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.plan import MERGE_SEQ
 from pallas_kernels.hopper.row_tiles import slot_of
 from pallas_kernels.hopper.softmax import LN2, LOG2E
 
@@ -51,22 +52,21 @@ def merge(
         gmem = SimpleNamespace(**dict(zip(names, refs, strict=True)))
         first = lax.axis_index("cta") * WARPGROUPS + lax.axis_index("wg")
 
-        def part_of(item):
-            """The part in which the item's sequence ends; -1 behind the last item."""
+        def merge_of(item):
+            """The item's row in the list of merges, and whether there is one."""
             merge = lax.div(item, jnp.int32(rows))
-            part = gmem.parts[jnp.minimum(merge, num_parts - 1), 5]
-            return jnp.where(merge < num_parts, part, -1)
+            in_list = jnp.minimum(merge, num_parts - 1)
+            return in_list, (merge < num_parts) & (gmem.parts[in_list, MERGE_SEQ] >= 0)
 
         def run(item):
-            part, row = part_of(item), lax.rem(item, jnp.int32(rows))
+            merge, _ = merge_of(item)
+            seq, first_slot, rest, pieces = (gmem.parts[merge, MERGE_SEQ + i] for i in range(4))
+            row = lax.rem(item, jnp.int32(rows))
             slot_row = slot_of(row, rows)
-            seq, head = gmem.parts[part, 0], gmem.parts[part, 4]
-            pieces = part - head + 1
-            head_slot = 2 * head + (gmem.parts[head, 0] != seq).astype(jnp.int32)
 
             def gather(i):
                 i = jnp.minimum(i, pieces - 1)
-                slot = jnp.where(i == 0, head_slot, 2 * (head + i))
+                slot = jnp.where(i == 0, first_slot, rest + 2 * (i - 1))
                 row_ref = gmem.partial.at[slot, slot_row]
                 piece = plgpu.load(row_ref, layout=columns, optimized=False)
                 return gmem.partial_lse2[slot, slot_row], piece
@@ -101,7 +101,7 @@ def merge(
             gmem.lse[seq, slot_row] = lse2 * LN2
             return item + workers
 
-        lax.while_loop(lambda item: part_of(item) >= 0, run, first)
+        lax.while_loop(lambda item: merge_of(item)[1], run, first)
 
     mesh = plgpu.Mesh(
         grid=(num_sms * CTAS_PER_SM,),

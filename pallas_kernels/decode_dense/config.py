@@ -69,6 +69,16 @@ class Config:
         return self.d_latent // 2
 
     @property
+    def left(self) -> slice:
+        """Columns of `mma_wg0`."""
+        return slice(0, self.d_half)
+
+    @property
+    def right(self) -> slice:
+        """Columns of `mma_wg1`."""
+        return slice(self.d_half, self.d_latent)
+
+    @property
     def pages_per_tile(self) -> int:
         """Pages that a key tile is loaded from; 1 where a page holds several tiles."""
         return max(1, BLOCK_KV // self.page_size)
@@ -90,7 +100,8 @@ class Config:
         buffers = {
             "q_latent": tile(1, self.d_latent),
             "q_rope": tile(1, self.d_rope),
-            "kv_latent": tile(self.num_stages, self.d_latent),
+            "kv_left": tile(self.num_stages, self.d_half),
+            "kv_right": tile(self.num_stages, self.d_half),
             "k_rope": tile(self.num_stages, self.d_rope),
             "alpha": plgpu.SMEM((self.num_stages, BLOCK_M), jnp.float32),
             "inverse": plgpu.SMEM((BLOCK_M,), jnp.float32),
@@ -104,9 +115,9 @@ class Config:
         stages = self.num_stages
         return {
             "q_full": plgpu.Barrier(num_arrivals=2),
-            "k_full": plgpu.Barrier(num_barriers=stages, num_arrivals=2 * self.pages_per_tile),
+            "q_empty": plgpu.Barrier(),
+            "k_full": plgpu.Barrier(num_barriers=stages, num_arrivals=3 * self.pages_per_tile),
             "k_empty": plgpu.Barrier(num_barriers=stages, num_arrivals=2),
-            "alpha_ready": plgpu.Barrier(num_barriers=stages),
             "p_ready": plgpu.Barrier(num_barriers=stages),
             "inverse_ready": plgpu.Barrier(),
             "inverse_free": plgpu.Barrier(),

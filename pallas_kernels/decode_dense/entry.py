@@ -50,4 +50,5 @@ def launch(
         inputs["sink"] = sink
     if run_scale is not None:
         inputs["run_scale"] = run_scale.reshape(1)
-    return *decode(config, inputs, interpret), sink
+    out, *others = decode(config, inputs, interpret)
+    return out[:, : config.rows], *others, sink

@@ -14,24 +14,27 @@ Timeline of a tile i (stage i % num_stages), time running down; `->` are the bar
 
     load_wg                  mma_wg0                               mma_wg1
     TMA tile i  -k_full->    S = Q K^T  (all of K)
-    TMA tile i+1             m, alpha = max(S) -alpha_ready->      O_right *= alpha
+    TMA tile i+1             m, alpha = max(S)
                              P = exp2(S - m)
                              O_left *= alpha
                              issue O_left += P V_left
-                             P to SMEM        -p_ready->           O_right += P V_right
-                <-k_empty-   wait for O_left                       wait for O_right
+                             alpha, P to SMEM      -p_ready->      O_right *= alpha
+                <-k_empty-   wait for O_left                       O_right += P V_right
                 <-k_empty------------------------------------------
 
 V is the latent part of the K tile that is there already; P enters O_left from registers and is
 published for mma_wg1 while that product runs. P lies over the tile's rope keys, which no one needs
-once S is there.
+once S is there. After a sequence's last tile its scaled output, in 16 bits, takes the place of that
+tile's V, from where TMA stores it; only then is the stage released. The next queries are loaded as
+soon as the last scores are there (q_empty).
 
 Shared memory (bf16, d_latent 512, d_rope 64, 2 stages):
 
     buffer      shape           dtype  stages    KiB
     q_latent    64 x 512        bf16   1          64
     q_rope      64 x 64         bf16   1           8
-    kv_latent   64 x 512        bf16   2         128
+    kv_left     64 x 256        bf16   2          64
+    kv_right    64 x 256        bf16   2          64
     k_rope      64 x 64         bf16   2          16
     alpha       64              f32    2           1
     inverse     64              f32    1           1
@@ -44,10 +47,10 @@ Barriers (arrivals x count per phase; each waiter waits for every phase):
 
     name           guards                         arrives x count                waits
     q_full         q_latent, q_rope filled        TMA x 2                        mma_wg0
-    k_full         stage filled                   TMA x 2 per page               mma_wg0
+    q_empty        the queries may be replaced    mma_wg0 x 1                    load_wg
+    k_full         stage filled                   TMA x 3 per page               mma_wg0
     k_empty        stage may be refilled          mma_wg0, mma_wg1 x 1           load_wg
-    alpha_ready    alpha of the stage             mma_wg0 x 1                    mma_wg1
-    p_ready        P of the stage                 mma_wg0 x 1                    mma_wg1
+    p_ready        alpha and P of the stage       mma_wg0 x 1                    mma_wg1
     inverse_ready  1/l of the piece               mma_wg0 x 1                    mma_wg1
     inverse_free   `inverse` may be rewritten     mma_wg1 x 1                    mma_wg0
 """
@@ -65,10 +68,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_dense.config import Config
-from pallas_kernels.hopper.inline import store_rows
+from pallas_kernels.hopper.inline import store_rows, sync_warps
 from pallas_kernels.hopper.layouts import WGMMA, WGMMA_ROW, across, full
 from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M, LAUNCH_REGISTERS
 from pallas_kernels.hopper.mma import add_dot, dot, opaque_zero
+from pallas_kernels.hopper.plan import END_SEQ, END_TILE, SEQ, TILE
 from pallas_kernels.hopper.row_tiles import first_row
 from pallas_kernels.hopper.softmax import LN2, LOG2E, Softmax, rescale
 
@@ -103,6 +107,8 @@ class Cta:
     bar: SimpleNamespace
     part: jax.Array
     row_tile: jax.Array
+    cut: tuple[jax.Array, ...]
+    """Where the part begins and ends: `(seq, tile, end_seq, end_tile)`."""
 
     @property
     def first_row(self) -> jax.Array:
@@ -112,7 +118,7 @@ class Cta:
     @property
     def rows(self) -> Any:
         """The rows of the tile, among those of the sequence."""
-        return pl.ds(self.first_row, self.config.tile_rows)
+        return pl.ds(self.first_row, self.config.q_tile_rows)
 
     @property
     def padded_rows(self) -> Any:
@@ -129,13 +135,12 @@ class Cta:
 
     def sequences(self) -> tuple[jax.Array, jax.Array]:
         """The range of sequences that the part touches."""
-        parts = self.gmem.parts
-        end_seq, end_tile = parts[self.part, 2], parts[self.part, 3]
-        return parts[self.part, 0], jnp.where(end_tile > 0, end_seq + 1, end_seq)
+        first_seq, _, end_seq, end_tile = self.cut
+        return first_seq, jnp.where(end_tile > 0, end_seq + 1, end_seq)
 
     def piece(self, seq: jax.Array) -> Piece:
         """The part's share of sequence `seq`."""
-        first_seq, first_tile, end_seq, end_tile = (self.gmem.parts[self.part, i] for i in range(4))
+        first_seq, first_tile, end_seq, end_tile = self.cut
         # Tokens that the block table has no place for do not exist; the plan may count them.
         capacity = self.gmem.block_table.shape[1] * self.config.page_size
         seq_len = jnp.clip(self.gmem.seq_lens[seq], 0, capacity)
@@ -153,9 +158,14 @@ class Cta:
 
 
 def _load_wg(cta: Cta) -> None:
-    """Keep the ring of key tiles full, across the sequences."""
-    config = cta.config
+    """Keep the ring of key tiles full, across the sequences; load each one's queries."""
+    config, gmem, smem, bar = cta.config, cta.gmem, cta.smem, cta.bar
     page_tokens = min(config.page_size, BLOCK_KV)
+
+    def load_q(seq):
+        rows, into = pl.ds(cta.first_row, config.q_tile_rows), pl.ds(0, config.q_tile_rows)
+        for source, buffer in ((gmem.q_latent, smem.q_latent), (gmem.q_rope, smem.q_rope)):
+            plgpu.copy_gmem_to_smem(source.at[seq, rows], buffer.at[0, into], bar.q_full)
 
     def load_tile(piece: Piece, tile, stage):
         last_page = lax.div(piece.seq_len - 1, jnp.int32(config.page_size))
@@ -164,34 +174,44 @@ def _load_wg(cta: Cta) -> None:
             # A page behind the sequence's end is replaced by its last one: entries there may be
             # anything.
             index = jnp.minimum(lax.div(token, jnp.int32(config.page_size)), last_page)
-            page = cta.gmem.block_table[piece.seq, index]
+            page = gmem.block_table[piece.seq, index]
             tokens = pl.ds(lax.rem(token, jnp.int32(config.page_size)), page_tokens)
             into = pl.ds(i * page_tokens, page_tokens)
-            full_bar = cta.bar.k_full.at[stage]
             for source, ring in (
-                (cta.gmem.latent, cta.smem.kv_latent),
-                (cta.gmem.rope, cta.smem.k_rope),
+                (gmem.latent.at[page, tokens, config.left], smem.kv_left),
+                (gmem.latent.at[page, tokens, config.right], smem.kv_right),
+                (gmem.rope.at[page, tokens], smem.k_rope),
             ):
-                plgpu.copy_gmem_to_smem(source.at[page, tokens], ring.at[stage, into], full_bar)
+                plgpu.copy_gmem_to_smem(source, ring.at[stage, into], bar.k_full.at[stage])
 
-    def run(piece: Piece, count):
-        def load(i, _):
-            stage = cta.stage(count + i)
+    def run(piece: Piece, carry):
+        def load(i, carry):
+            count, pieces = carry
+            stage, tile = cta.stage(count + i), piece.end - 1 - i
             pl.when(count + i >= config.num_stages)(
-                lambda: plgpu.barrier_wait(cta.bar.k_empty.at[stage])
+                lambda: plgpu.barrier_wait(bar.k_empty.at[stage])
             )
-            load_tile(piece, piece.end - 1 - i, stage)
-            return ()
+            load_tile(piece, tile, stage)
 
-        lax.fori_loop(0, piece.tiles, load, ())
-        return count + piece.tiles
+            @pl.when(i == 0)
+            def _():
+                pl.when(pieces > 0)(lambda: plgpu.barrier_wait(bar.q_empty))
+                load_q(piece.seq)
 
-    count = cta.each_piece(run, jnp.int32(0))
+            return carry
+
+        count, pieces = lax.fori_loop(0, piece.tiles, load, carry)
+        return count + piece.tiles, pieces + (piece.tiles > 0).astype(jnp.int32)
+
+    count, pieces = cta.each_piece(run, (jnp.int32(0), jnp.int32(0)))
+
     # Await the last releases too: no barrier may have a phase pending when the CTA ends.
+    pl.when(pieces > 0)(lambda: plgpu.barrier_wait(bar.q_empty))
+
     lax.fori_loop(
         jnp.maximum(count - config.num_stages, 0),
         count,
-        lambda i, _: plgpu.barrier_wait(cta.bar.k_empty.at[cta.stage(i)]),
+        lambda i, _: plgpu.barrier_wait(bar.k_empty.at[cta.stage(i)]),
         None,
     )
 
@@ -199,58 +219,40 @@ def _load_wg(cta: Cta) -> None:
 def _mma_wg0(cta: Cta) -> None:
     """Scores, softmax, and the left half of the output."""
     config, gmem, smem, bar = cta.config, cta.gmem, cta.smem, cta.bar
-    _, end_seq = cta.sequences()
     dtype = jnp.dtype(config.dtype)
-    left = slice(0, config.d_half)
     at_run_time = config.scale is None
     run_scale_log2 = gmem.run_scale[0] * LOG2E if at_run_time else jnp.float32(1.0)
     scale_log2 = 1.0 if config.scale is None else config.scale * LOG2E
-
-    def next_live(seq):
-        """The first sequence from `seq` on with keys in this part; `end_seq` if there is none."""
-        has_none = lambda seq: cta.piece(jnp.minimum(seq, end_seq - 1)).tiles == 0
-        skip = lambda seq: (seq < end_seq) & has_none(seq)
-        return lax.while_loop(skip, lambda seq: seq + 1, seq)
-
-    def load_q(seq):
-        @pl.when(seq < end_seq)
-        def _():
-            rows, into = pl.ds(cta.first_row, config.q_tile_rows), pl.ds(0, config.q_tile_rows)
-            for source, buffer in ((gmem.q_latent, smem.q_latent), (gmem.q_rope, smem.q_rope)):
-                plgpu.copy_gmem_to_smem(source.at[seq, rows], buffer.at[0, into], bar.q_full)
-
-    load_q(next_live(cta.sequences()[0]))
 
     def run(piece: Piece, count):
         # Keys that every row sees; a tile that reaches past them needs the mask.
         seen_by_all = piece.seq_len - (config.q_len - 1 if config.causal else 0)
         first_unmasked = piece.end - lax.div(jnp.maximum(seen_by_all, 0), jnp.int32(BLOCK_KV))
 
-        def tile_step(i, carry, *, mask: bool, after_scores: Callable[[], None] = lambda: None):
+        def scores(stage, zero):
+            """Pairs of operands whose products add up to the scores."""
+            yield smem.q_latent.at[zero, :, config.left], smem.kv_left.at[stage].T
+            yield smem.q_latent.at[zero, :, config.right], smem.kv_right.at[stage].T
+            yield smem.q_rope.at[zero], smem.k_rope.at[stage].T
+
+        def tile_step(i, carry, *, mask: bool, last: bool = False):
             acc, softmax = carry
             stage = cta.stage(count + i)
             plgpu.barrier_wait(bar.k_full.at[stage])
             zero = jnp.int32(0) if cta.interpret else opaque_zero(piece.seq_len + i)
-            s = dot(
-                [
-                    (smem.q_latent.at[zero], smem.kv_latent.at[stage].T),
-                    (smem.q_rope.at[zero], smem.k_rope.at[stage].T),
-                ],
-                (BLOCK_M, BLOCK_KV),
-                interpret=cta.interpret,
-            )
-            after_scores()
+            s = dot(scores(stage, zero), (BLOCK_M, BLOCK_KV), interpret=cta.interpret)
+            if last:
+                plgpu.barrier_arrive(bar.q_empty)
             if at_run_time:
                 s = s * run_scale_log2
             if mask:
                 s = _mask(cta, piece, piece.end - 1 - i, s)
-                _zero_dead_tokens(cta, piece, piece.end - 1 - i, stage, left)
+                _zero_dead_tokens(cta, piece, piece.end - 1 - i, smem.kv_left.at[stage])
             softmax, p, alpha = softmax.step(s, scale_log2, config.slack)
-            smem.alpha[stage] = alpha
-            plgpu.barrier_arrive(bar.alpha_ready.at[stage])
             p = p.astype(dtype)
 
             def publish():
+                smem.alpha[stage] = alpha
                 cta.p_smem(stage)[...] = p
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(bar.p_ready.at[stage])
@@ -259,11 +261,12 @@ def _mma_wg0(cta: Cta) -> None:
             acc = add_dot(
                 rescale(acc, alpha, interpret=cta.interpret),
                 p,
-                smem.kv_latent.at[stage, :, left],
+                smem.kv_left.at[stage],
                 interpret=cta.interpret,
                 after_issue=publish,
             )
-            plgpu.barrier_arrive(bar.k_empty.at[stage])
+            if not last:
+                plgpu.barrier_arrive(bar.k_empty.at[stage])
             return acc, softmax
 
         def live():
@@ -273,9 +276,7 @@ def _mma_wg0(cta: Cta) -> None:
             split = jnp.clip(first_unmasked, 0, last)
             carry = lax.fori_loop(0, split, functools.partial(tile_step, mask=True), carry)
             carry = lax.fori_loop(split, last, functools.partial(tile_step, mask=False), carry)
-            # The queries are dead once the last scores are there: the next sequence's may come.
-            load_next_q = lambda: load_q(next_live(piece.seq + 1))
-            acc, softmax = tile_step(last, carry, mask=True, after_scores=load_next_q)
+            acc, softmax = tile_step(last, carry, mask=True, last=True)
             inverse, lse2 = softmax.finish()
             if config.has_sink:
                 inverse = lax.cond(
@@ -284,7 +285,10 @@ def _mma_wg0(cta: Cta) -> None:
             plgpu.barrier_wait(bar.inverse_free)
             smem.inverse[...] = inverse
             plgpu.barrier_arrive(bar.inverse_ready)
-            _store(cta, piece, acc * across(inverse, config.d_half), left)
+            stage = cta.stage(count + last)
+            out = acc * across(inverse, config.d_half)
+            _store(cta, piece, out, config.left, smem.kv_left.at[stage])
+            plgpu.barrier_arrive(bar.k_empty.at[stage])
             _store_lse(cta, piece, lse2)
 
         pl.when(piece.tiles > 0)(live)
@@ -297,37 +301,37 @@ def _mma_wg0(cta: Cta) -> None:
 def _mma_wg1(cta: Cta) -> None:
     """The right half of the output; the whole output of sequences without keys."""
     config, smem, bar = cta.config, cta.smem, cta.bar
-    right = slice(config.d_half, config.d_latent)
     plgpu.barrier_arrive(bar.inverse_free)
 
     def run(piece: Piece, count):
-        def step(i, acc):
+        def step(i, acc, *, last: bool = False):
             stage = cta.stage(count + i)
-            plgpu.barrier_wait(bar.alpha_ready.at[stage])
+            plgpu.barrier_wait(bar.p_ready.at[stage])
             alpha = plgpu.load(smem.alpha.at[stage], layout=WGMMA_ROW)
             acc = rescale(acc, alpha, interpret=cta.interpret)
-            plgpu.barrier_wait(bar.p_ready.at[stage])
-            _zero_dead_tokens(cta, piece, piece.end - 1 - i, stage, right)
-            acc = add_dot(
-                acc,
-                cta.p_smem(stage),
-                smem.kv_latent.at[stage, :, right],
-                interpret=cta.interpret,
-            )
-            plgpu.barrier_arrive(bar.k_empty.at[stage])
+            _zero_dead_tokens(cta, piece, piece.end - 1 - i, smem.kv_right.at[stage])
+            acc = add_dot(acc, cta.p_smem(stage), smem.kv_right.at[stage], interpret=cta.interpret)
+            if not last:
+                plgpu.barrier_arrive(bar.k_empty.at[stage])
             return acc
 
         def live():
             acc = full((BLOCK_M, config.d_half), 0.0, jnp.float32)
-            acc = lax.fori_loop(0, piece.tiles, step, acc)
+            last = piece.tiles - 1
+            acc = lax.fori_loop(0, last, step, acc)
+            acc = step(last, acc, last=True)
             plgpu.barrier_wait(bar.inverse_ready)
             inverse = plgpu.load(smem.inverse, layout=WGMMA_ROW)
             plgpu.barrier_arrive(bar.inverse_free)
-            _store(cta, piece, acc * across(inverse, config.d_half), right)
+            stage = cta.stage(count + last)
+            out = acc * across(inverse, config.d_half)
+            _store(cta, piece, out, config.right, smem.kv_right.at[stage])
+            plgpu.barrier_arrive(bar.k_empty.at[stage])
 
         def empty():
-            for cols in (slice(0, config.d_half), right):
-                _store(cta, piece, full((BLOCK_M, config.d_half), 0.0, jnp.float32), cols)
+            zero = full((BLOCK_M, config.d_half), 0.0, jnp.float32)
+            for cols in (config.left, config.right):
+                _store(cta, piece, zero, cols)
             _store_lse(cta, piece, full((BLOCK_M,), -jnp.inf, jnp.float32))
 
         pl.when(piece.tiles > 0)(live)
@@ -349,7 +353,7 @@ def _mask(cta: Cta, piece: Piece, tile, s: jax.Array) -> jax.Array:
     return jnp.where(iota(1) < limit, s, -jnp.inf)
 
 
-def _zero_dead_tokens(cta: Cta, piece: Piece, tile, stage, cols: slice) -> None:
+def _zero_dead_tokens(cta: Cta, piece: Piece, tile, v: Any) -> None:
     """Zero the rows of V behind the sequence's end: what lies there may be NaN, and 0 x NaN is
     NaN."""
     live = piece.seq_len - tile * BLOCK_KV
@@ -357,8 +361,8 @@ def _zero_dead_tokens(cta: Cta, piece: Piece, tile, stage, cols: slice) -> None:
     @pl.when(live < BLOCK_KV)
     def _():
         step = min(64, cta.config.d_half)
-        for col in range(cols.start, cols.stop, step):
-            ref = cta.smem.kv_latent.at[stage, :, col : col + step]
+        for col in range(0, cta.config.d_half, step):
+            ref = v.at[:, col : col + step]
             values = plgpu.load(ref, layout=WGMMA)
             row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=WGMMA)
             ref[...] = jnp.where(row < live, values, jnp.zeros_like(values))
@@ -372,16 +376,24 @@ def _with_sink(cta: Cta, inverse: jax.Array, lse2: jax.Array) -> jax.Array:
     return jnp.where(lse2 == -jnp.inf, 0.0, shared)
 
 
-def _store(cta: Cta, piece: Piece, out: jax.Array, cols: slice) -> None:
-    """Store a normalised half: final for a whole sequence, else partial, in float32."""
+def _store(cta: Cta, piece: Piece, out: jax.Array, cols: slice, staging: Any = None) -> None:
+    """Store a normalised half: final for a whole sequence, else partial, in float32.
+
+    A final one goes through `staging`, shared memory of its size that no one uses any more.
+    """
     config = cta.config
 
     @pl.when(piece.whole)
     def _():
-        ref = cta.gmem.out.at[piece.seq, cta.rows, cols]
-        store_rows(
-            ref, out.astype(jnp.dtype(config.dtype)), config.tile_rows, interpret=cta.interpret
-        )
+        final, ref = out.astype(jnp.dtype(config.dtype)), cta.gmem.out.at[piece.seq, cta.rows, cols]
+        if staging is None:
+            store_rows(ref, final, config.q_tile_rows, interpret=cta.interpret)
+            return
+        sync_warps(interpret=cta.interpret)  # the products of all of them have read `staging`
+        staging[...] = final
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staging.at[pl.ds(0, config.q_tile_rows)], ref)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(jnp.logical_not(piece.whole))
     def _():
@@ -413,7 +425,9 @@ def decode(config: Config, inputs: dict[str, jax.Array], interpret: Any = None):
     padded = config.row_tiles * BLOCK_M
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     outputs = {
-        "out": jax.ShapeDtypeStruct((batch, config.rows, config.d_latent), jnp.dtype(config.dtype)),
+        "out": jax.ShapeDtypeStruct(
+            (batch, max(config.rows, config.q_tile_rows), config.d_latent), jnp.dtype(config.dtype)
+        ),
         "lse": f32(batch, padded),
         "partial": f32(2 * num_parts, padded, config.d_latent),
         "partial_lse2": f32(2 * num_parts, padded),
@@ -431,7 +445,8 @@ def decode(config: Config, inputs: dict[str, jax.Array], interpret: Any = None):
             # Found anew by every role: what lives across the branch must fit load_wg's registers.
             index, row_tiles = lax.axis_index("cta"), jnp.int32(config.row_tiles)
             part, row_tile = lax.div(index, row_tiles), lax.rem(index, row_tiles)
-            role(Cta(config, bool(interpret), gmem, smem_refs, bar, part, row_tile))
+            cut = tuple(gmem.parts[part, column] for column in (SEQ, TILE, END_SEQ, END_TILE))
+            role(Cta(config, bool(interpret), gmem, smem_refs, bar, part, row_tile, cut))
 
         for wg, (role, registers) in enumerate(zip(ROLES, config.registers, strict=True)):
             pl.when(lax.axis_index("wg") == wg)(functools.partial(act, role, registers))

@@ -7,7 +7,7 @@ reading at both ends, and is NaN where they differ.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ def opaque_zero(non_negative: jax.Array) -> jax.Array:
 
 
 def dot(
-    operands: Sequence[tuple[Operand, Operand]],
+    operands: Iterable[tuple[Operand, Operand]],
     shape: tuple[int, int],
     *,
     interpret: bool,

@@ -13,22 +13,29 @@ from pallas_kernels.hopper.device import num_sms
 from pallas_kernels.hopper.limits import BLOCK_KV
 from pallas_kernels.hopper.row_tiles import num_tiles
 
+SEQ, TILE, END_SEQ, END_TILE, MERGE_SEQ, MERGE_SLOT, MERGE_REST, MERGE_PIECES = range(8)
+"""The columns of a plan."""
+
 # Costs in units of one key tile.
-SEQUENCE_COST = 3
+SEQUENCE_COST = 2
 """Starting and ending a sequence: loading its queries, filling the pipeline, writing its output."""
 COMBINE_COST = 4
 """What splitting any sequence at all costs: partial results written, read and merged."""
-MIN_PIECE = 4
+MIN_PIECE = 2
 """No piece of a split sequence is shorter."""
 
 
-def divide(seq_lens: Int[Array, " b"], *, rows: int) -> Int[Array, "parts 6"]:
+def divide(seq_lens: Int[Array, " b"], *, rows: int) -> Int[Array, "parts 8"]:
     """Divide a step of `rows` folded (query, head) rows per sequence over the SMs.
 
-    Row `p` is `(seq, tile, end_seq, end_tile, head, merge)`. Part `p` starts at key tile `tile` of
-    sequence `seq` and ends before tile `end_tile` of sequence `end_seq`; sequence `seq` itself
-    starts in part `head`, which is `p` unless it was split. The column `merge` lists, apart from
-    the rows that it stands in, the parts in which a split sequence ends, then -1.
+    Row `p` is `(seq, tile, end_seq, end_tile, merge_seq, merge_slot, merge_rest, merge_pieces)`.
+    Part `p` starts at key tile `tile` of sequence `seq` and ends before tile `end_tile` of sequence
+    `end_seq`. Its pieces of split sequences, two at most, have the slots `2 * p` (that of `seq`)
+    and `2 * p + 1` for their results.
+
+    Apart from that, the last four columns list the split sequences, then -1: sequence `merge_seq`
+    has `merge_pieces` pieces, the first in slot `merge_slot`, the others in `merge_rest`,
+    `merge_rest + 2` and so on.
     """
     num_parts = max(1, num_sms() // num_tiles(rows))
     tiles = -(-jnp.maximum(seq_lens, 0) // BLOCK_KV)
@@ -60,11 +67,10 @@ def divide(seq_lens: Int[Array, " b"], *, rows: int) -> Int[Array, "parts 6"]:
     keep_whole = longest(*whole) <= longest(*split) + COMBINE_COST
     cut_seq, cut_tile = (jnp.where(keep_whole, w, s) for w, s in zip(whole, split, strict=True))
 
+    seq, tile, end_seq = cut_seq[:-1], cut_tile[:-1], cut_seq[1:]
+    (last,) = jnp.nonzero((tile > 0) & (end_seq > seq), size=num_parts, fill_value=num_parts)
+    merge_seq = seq.at[last].get(mode="fill", fill_value=-1)
     # The last part that begins at or before a sequence's first tile holds that tile.
-    order = 2 * cut_seq[:-1] + (cut_tile[:-1] > 0)
-    head = jnp.searchsorted(order, 2 * cut_seq[:-1], side="right") - 1
-    head = jnp.where(cut_seq[:-1] < batch, head, jnp.arange(num_parts))
-    ends_split = (cut_tile[:-1] > 0) & (cut_seq[1:] > cut_seq[:-1])
-    (merge,) = jnp.nonzero(ends_split, size=num_parts, fill_value=-1)
-    parts = [cut_seq[:-1], cut_tile[:-1], cut_seq[1:], cut_tile[1:], head, merge]
-    return jnp.stack(parts, axis=1).astype(jnp.int32)
+    first = jnp.searchsorted(2 * seq + (tile > 0), 2 * merge_seq, side="right") - 1
+    merges = [merge_seq, 2 * first + (seq[first] != merge_seq), 2 * (first + 1), last - first + 1]
+    return jnp.stack([seq, tile, end_seq, cut_tile[1:], *merges], axis=1).astype(jnp.int32)

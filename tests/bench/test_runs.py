@@ -30,7 +30,7 @@ def no_gpu_needed(monkeypatch):
     monkeypatch.setattr(measure, "ceilings", lambda: H200_MEASURED)
     clear = measure._clear()
     log = []
-    monkeypatch.setattr(measure, "_clear", lambda: lambda v: log.append(("clear", 1e2)) or clear(v))
+    monkeypatch.setattr(measure, "_clear", lambda: lambda: log.append(("clear", 1e2)) or clear())
 
     def trace(run):
         log.clear()

@@ -66,7 +66,7 @@ def test_split_and_whole_sequences_with_a_sink(monkeypatch):
     sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
     sink = jnp.array([0.5, np.inf, -np.inf, -3.0, 1.0, 0.0, 2.0, -1.0], jnp.float32)
     case = inputs.decode_case((70, 1500, 0), **sizes)
-    assert cuts(simulate(case, 4, monkeypatch, attn_sink=sink)) == 2
+    assert cuts(simulate(case, 4, monkeypatch, attn_sink=sink)) == 3
 
 
 def test_small_pages_odd_heads_and_f16(monkeypatch):
@@ -114,7 +114,7 @@ def small():
     case = inputs.decode_case((65, 130, 0, 1, 250), h_q=8, kv_lora_rank=256, rope_dim=64)
     config = Config("bfloat16", 256, 64, 16, 8, 1, True, has_sink=False, scale=inputs.SCALE)
     launch = functools.partial(entry.launch, config, attn_sink=None, interpret=simulator.PARAMS)
-    parts = jnp.array([[0, 0, 5, 0, 0, -1]], jnp.int32)
+    parts = jnp.array([[0, 0, 5, 0, -1, 0, 0, 0]], jnp.int32)
     return SimpleNamespace(simulation=simulator.Simulation(launch), args=(*case.args, parts))
 
 

@@ -44,7 +44,7 @@ def check(lens, rows=1, num_sms=NUM_SMS):
     parts = np.asarray(planner(rows, num_sms)(jnp.asarray(lens, jnp.int32)))
     tiles = num_tiles(lens)
     num_parts = max(1, num_sms // -(-rows // 64))
-    assert parts.shape == (num_parts, 6) and parts.dtype == np.int32
+    assert parts.shape == (num_parts, 8) and parts.dtype == np.int32
 
     pieces = list(pieces_of(parts, tiles))
     covered = {s: 0 for s in range(len(lens))}
@@ -59,12 +59,16 @@ def check(lens, rows=1, num_sms=NUM_SMS):
     for s, by in owners.items():
         assert by == list(range(by[0], by[0] + len(by))), f"parts of sequence {s}: {by}"
 
-    split = {by[-1]: by[0] for by in owners.values() if len(by) > 1}
-    merge = parts[:, 5]
-    assert merge[: len(split)].tolist() == sorted(split)
-    assert (merge[len(split) :] == -1).all()
-    for last, first in split.items():
-        assert parts[last, 4] == first, f"part {last} ends a sequence that begins in {first}"
+    slots = {
+        s: [2 * part + (s != parts[part, plan.SEQ]) for part in by]
+        for s, by in owners.items()
+        if len(by) > 1
+    }
+    merges, rest = parts[: len(slots), plan.MERGE_SEQ :], parts[len(slots) :, plan.MERGE_SEQ]
+    assert (rest == -1).all()
+    assert merges[:, 0].tolist() == sorted(slots)
+    for s, first, second, number in merges:
+        assert [first, *(second + 2 * i for i in range(number - 1))] == slots[s], f"sequence {s}"
 
     costs = np.zeros(num_parts)
     for part, _, begin, end in pieces:
