@@ -68,7 +68,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_dense.config import Config
-from pallas_kernels.hopper.inline import store_rows, sync_warps
+from pallas_kernels.hopper.inline import store_rows, sync_warps, zero_rows
 from pallas_kernels.hopper.layouts import WGMMA, WGMMA_ROW, across, full
 from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M, LAUNCH_REGISTERS
 from pallas_kernels.hopper.mma import add_dot, dot, opaque_zero
@@ -360,12 +360,7 @@ def _zero_dead_tokens(cta: Cta, piece: Piece, tile, v: Any) -> None:
 
     @pl.when(live < BLOCK_KV)
     def _():
-        step = min(64, cta.config.d_half)
-        for col in range(0, cta.config.d_half, step):
-            ref = v.at[:, col : col + step]
-            values = plgpu.load(ref, layout=WGMMA)
-            row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=WGMMA)
-            ref[...] = jnp.where(row < live, values, jnp.zeros_like(values))
+        zero_rows(v, live, interpret=cta.interpret)
         plgpu.commit_smem()
 
 

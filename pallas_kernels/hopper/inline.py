@@ -8,9 +8,9 @@ from jax.experimental.mosaic.gpu import FragmentedArray
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
+from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm, scf, vector
 
-from pallas_kernels.hopper.layouts import WGMMA, WGMMA_ROW
+from pallas_kernels.hopper.layouts import WGMMA, WGMMA_ROW, tiled
 
 inline_mgpu: Any = plgpu.inline_mgpu  # its type does not say that it drops the argument `ctx`
 
@@ -54,6 +54,58 @@ def sync_warps(*, interpret: bool) -> None:
         mgpu_utils.warpgroup_barrier()
 
     sync()
+
+
+def zero_rows(ref, first: jax.Array, *, interpret: bool) -> None:
+    """Zero the rows of a 16-bit tile in shared memory from `first` on."""
+    if interpret:
+        row = jax.lax.broadcasted_iota(jnp.int32, ref.shape, 0)
+        ref[...] = jnp.where(row < first, ref[...], jnp.zeros(ref.shape, ref.dtype))
+        return
+    transforms = tiled(ref.shape[1], 2)
+
+    @inline_mgpu(arg_types=(plgpu.RefType(transforms), plgpu.Layout.WG_SPLAT(())))
+    def zero(ctx, ref, first):
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+        const = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))
+        div, rem = arith.divui, arith.remui
+        memory = ir.MemRefType(ref.type)
+        element, (_, segments, atom_rows, atom_cols) = memory.element_type, memory.shape
+        (atom_row_stride, segment_stride, row_stride, _), _ = memory.get_strides_and_offset()
+        # A swizzle only changes the order within a row of an atom, and all of it becomes zero: a
+        # thread takes 16 bytes of it, the warpgroup several rows at a time.
+        chunks = atom_cols // 8
+        rows = 128 // (chunks * segments)
+        thread = rem(arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x)), const(128))
+        chunk, segment = (
+            rem(thread, const(chunks)),
+            rem(div(thread, const(chunks)), const(segments)),
+        )
+        base = arith.addi(arith.muli(chunk, const(8)), arith.muli(segment, const(segment_stride)))
+        zeros = arith.constant(
+            ir.VectorType.get((8,), element),
+            ir.DenseElementsAttr.get_splat(
+                ir.VectorType.get((8,), element), ir.FloatAttr.get(element, 0.0)
+            ),
+        )
+        start = arith.addi(first.registers.item(), div(thread, const(chunks * segments)))
+        loop = scf.ForOp(start, const(memory.shape[0] * atom_rows), const(rows), [])
+        with ir.InsertionPoint(loop.body):
+            row = loop.induction_variable
+            at = arith.addi(
+                arith.muli(div(row, const(atom_rows)), const(atom_row_stride)),
+                arith.muli(rem(row, const(atom_rows)), const(row_stride)),
+            )
+            llvm.store(
+                zeros,
+                mgpu_utils.getelementptr(
+                    mgpu_utils.memref_ptr(ref), [arith.addi(base, at)], element
+                ),
+            )
+            scf.yield_([])
+
+    zero(ref, first)
 
 
 def store_rows(ref, tile: jax.Array, rows: int, *, interpret: bool) -> None:
