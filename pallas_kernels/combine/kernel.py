@@ -130,4 +130,7 @@ def merge(
         out_ref,
         lse_ref,
     )
-    return out_ref[...], lse_ref[...]
+    # In a loop that stacks its results (lax.scan, lax.map) XLA would let the kernel write straight
+    # into the stack (a dynamic-slice fusion), forgetting that it works in place: rows of sequences
+    # that were not split would be lost.
+    return lax.optimization_barrier((out_ref[...], lse_ref[...]))

@@ -131,6 +131,39 @@ def test_gate():
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-2000:]}"
 
 
+LOOP = """
+import jax
+from bench import aot, variants
+
+aot.prepare()
+variant = variants.DecodeDense(h=16)
+decode, args = variant.function(), variant.arguments(aot.array)
+
+
+def loop(q_latent, *rest):
+    return jax.lax.scan(lambda q, _: (q, decode(q, *rest)), q_latent, length=3)[1]
+
+
+print(jax.jit(loop).lower(*args).compile().as_text())
+"""
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="no CUDA compiler is packaged for this platform")
+def test_no_kernel_in_place_is_fused_with_a_loops_stack():
+    """XLA would lose what such a kernel leaves as it is."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOOP],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    calls = re.findall(r"custom-call.*mosaic_gpu.*", done.stdout)
+    assert len(calls) == 2 and any("output_to_operand_aliasing" in call for call in calls)
+    assert "dynamic-slice-fusion" not in done.stdout
+
+
 def header_table(module: str) -> dict[str, list[str]]:
     """The lines of the shared-memory table in a kernel's header, by their first word."""
     text = importlib.import_module(module).__doc__ or ""

@@ -207,6 +207,16 @@ def test_vmap_is_one_call_after_the_other():
         assert jnp.array_equal(lse[i], alone[1])
 
 
+def test_in_a_loop():
+    """What a loop stacks is what each of its calls gives, split sequences or not."""
+    decode, case = typical()
+    q_latent, *rest = case.args
+    body = lambda q, _: (-q, compiled()(q, *rest))
+    _, stacked = jax.jit(lambda q: jax.lax.scan(body, q, length=3))(q_latent)
+    for i, sign in enumerate((1, -1, 1)):
+        assert_bitwise_equal([x[i] for x in stacked], decode(sign * q_latent, *rest))
+
+
 def test_output_alone_is_the_same():
     decode, case = typical()
     out = mla_decode(*case.args, scale=inputs.SCALE, implementation="mosaic")
