@@ -4,7 +4,7 @@ import datetime
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +54,17 @@ def read(file: Path) -> dict[str, Any]:
     return results
 
 
-def merge(results: dict[str, Any], about: dict[str, Any], rows: Iterable[Row]) -> dict[str, Any]:
+def merge(
+    results: dict[str, Any],
+    about: dict[str, Any],
+    rows: Iterable[Row],
+    identity: Sequence[str] = IDENTITY,
+) -> dict[str, Any]:
     """`results` with `about` renewed and `rows` in the place of older ones of the same identity."""
-    identity = lambda row: tuple(row.get(name) for name in IDENTITY)
-    merged = {identity(row): row for row in results["rows"]}
+    key = lambda row: tuple(row.get(name) for name in identity)
+    merged = {key(row): row for row in results["rows"]}
     for row in rows:
-        merged[identity(row)] = row
+        merged[key(row)] = row
     head = {name: value for name, value in results.items() if name != "rows"}
     return {**head, **about, "rows": list(merged.values())}
 
@@ -79,9 +84,14 @@ def write(file: Path, results: dict[str, Any]) -> None:
     part.replace(file)
 
 
-def add(file: Path, about: dict[str, Any], rows: Iterable[Row]) -> None:
+def add(
+    file: Path,
+    about: dict[str, Any],
+    rows: Iterable[Row],
+    identity: Sequence[str] = IDENTITY,
+) -> None:
     """Merge `rows` into the results in `file`."""
-    write(file, merge(read(file), about, rows))
+    write(file, merge(read(file), about, rows, identity))
 
 
 def peers(file: Path = PEERS) -> dict[str, Any]:
