@@ -82,13 +82,13 @@ def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def _with_queries(rng: np.random.Generator, latent: np.ndarray, rope: np.ndarray) -> Case:
-    parts = []
-    for keys in (latent, rope):
+    def queries(keys):
         q = _normal(rng, HEADS, keys.shape[1]) / keys.std(0)
         std = (keys[:4096] @ q.T * SCALE).std(0)
         q *= (SCORE_STD / np.sqrt(2) / std)[:, None]
-        parts.append(np.asarray(jnp.asarray(q, jnp.bfloat16), np.float32))
-    return Case(*parts, latent, rope)
+        return np.asarray(jnp.asarray(q, jnp.bfloat16), np.float32)
+
+    return Case(queries(latent), queries(rope), latent, rope)
 
 
 def reference(case: Case, context: int) -> tuple[np.ndarray, np.ndarray]:
