@@ -46,7 +46,7 @@ def divide(seq_lens: Int[Array, " b"], *, rows: int) -> Int[Array, "parts 8"]:
     begin = end - tiles - SEQUENCE_COST
     share = jnp.maximum(-(-end[-1] // num_parts), MIN_PIECE)
     goal = jnp.minimum(jnp.arange(num_parts + 1) * share, end[-1])
-    seq = jnp.searchsorted(end, goal, side="right")
+    seq = _count_up_to(end, goal)
     # One more, empty, sequence: the cuts behind the last one fall on its start.
     begin = jnp.append(begin, end[-1])
     tiles = jnp.append(tiles, 0)
@@ -68,9 +68,15 @@ def divide(seq_lens: Int[Array, " b"], *, rows: int) -> Int[Array, "parts 8"]:
     cut_seq, cut_tile = (jnp.where(keep_whole, w, s) for w, s in zip(whole, split, strict=True))
 
     seq, tile, end_seq = cut_seq[:-1], cut_tile[:-1], cut_seq[1:]
-    (last,) = jnp.nonzero((tile > 0) & (end_seq > seq), size=num_parts, fill_value=num_parts)
+    ends_split = jnp.cumsum((tile > 0) & (end_seq > seq))
+    last = _count_up_to(ends_split, jnp.arange(num_parts))
     merge_seq = seq.at[last].get(mode="fill", fill_value=-1)
     # The last part that begins at or before a sequence's first tile holds that tile.
-    first = jnp.searchsorted(2 * seq + (tile > 0), 2 * merge_seq, side="right") - 1
+    first = _count_up_to(2 * seq + (tile > 0), 2 * merge_seq) - 1
     merges = [merge_seq, 2 * first + (seq[first] != merge_seq), 2 * (first + 1), last - first + 1]
     return jnp.stack([seq, tile, end_seq, cut_tile[1:], *merges], axis=1).astype(jnp.int32)
+
+
+def _count_up_to(values, limits):
+    """How many of the sorted `values` are at most each of `limits`: a search, but in one kernel."""
+    return jnp.sum(values <= limits[:, None], axis=1, dtype=jnp.int32)
