@@ -190,7 +190,9 @@ def append(
     if num_tokens == 0:
         return cache
 
-    stored = quantise.encode(cache_format, jnp.asarray(latent), jnp.asarray(rope))
+    # Under jit XLA would quantise what the caller had before rounding it to these dtypes.
+    latent, rope = lax.optimization_barrier((jnp.asarray(latent), jnp.asarray(rope)))
+    stored = quantise.encode(cache_format, latent, rope)
     tokens = LatentCache(*stored, format=cache.format)
     slots = as_int32(slots)
     # A negative index would count from the end.

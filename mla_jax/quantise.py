@@ -69,7 +69,13 @@ def _choose_scale(
 
 
 def _amax(x: Float[Array, "*t c"]) -> Float[Array, "*t"]:
-    return jnp.max(jnp.abs(x), axis=-1)
+    """The largest magnitude; NaN if one is.
+
+    On the bits, which have the order of the magnitudes and NaN above them: XLA's maximum of floats
+    on CPU loses the NaNs of larger arrays.
+    """
+    bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+    return lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32)
 
 
 def _tiles(x: Float[Array, "*t c"]) -> Float[Array, "*t n tile"]:
@@ -86,6 +92,8 @@ def _power_of_two_scale(amax: Float[Array, "*t"]) -> Float[Array, "*t"]:
     what 1.75 lacks to 2, less one unit, carries into the exponent field in just that case.
     """
     mantissa_bits, bias = 23, 127
+    # A NaN is taken for an infinity: which bits it has depends on the device.
+    amax = jnp.where(amax < jnp.inf, amax, jnp.inf)
     carry = (1 << mantissa_bits - 2) - 1
     exponent = (lax.bitcast_convert_type(amax, jnp.int32) + carry >> mantissa_bits) - bias - 8
     exponent = jnp.maximum(exponent, DS_MLA_MIN_SCALE_EXPONENT)
