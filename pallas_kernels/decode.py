@@ -63,6 +63,11 @@ def mla_decode(
     if refusal := config.refusal():
         raise Unsupported(refusal)
     parts = divide(seq_lens, rows=config.rows) if plan is None else plan.parts
+    if any(jax.typeof(x).manual_axis_type.varying for x in (block_table, seq_lens, parts)):
+        raise Unsupported(
+            "takes no block_table, seq_lens or plan that vary over a mesh axis, for Pallas cannot "
+            "type its loops then; give jax.shard_map check_vma=False"
+        )
     attend = functools.partial(_attend, config, interpret)
     if interpret is None:
         # One program for all layers of a model; and, for vmap, which Pallas cannot do to `merge`,

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from mla_jax import Unsupported, dispatch, mla_decode
 from pallas_kernels.decode_dense import config
@@ -84,6 +86,32 @@ def test_no_sequences_or_queries(axis, hopper):
         "takes a sequence, a query, a head and a page of each at least"
     )
     assert mla_decode(*args, scale=1.0).size == 0
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("by", ["heads", "sequences"])
+def test_under_shard_map(by, check_vma, monkeypatch):
+    """Traced only. Shards of heads are taken, of sequences unless their types are checked."""
+    monkeypatch.setitem(dispatch._REQUIREMENTS, "mosaic", lambda: "")
+    heads = P(None, None, "x")
+    specs = {
+        "heads": ((heads, heads, P(), P(), P()), heads),
+        "sequences": ((P("x"), P("x"), P(), P("x"), P("x")), P("x")),
+    }
+    case = inputs.decode_case((3, 70), **SIZES)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    in_specs, out_specs = specs[by]
+    decode = lambda *args: mla_decode(*args, scale=1.0, implementation="mosaic")
+    mapped = jax.jit(
+        jax.shard_map(
+            decode, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
+        )
+    )
+    if by == "sequences" and check_vma:
+        with pytest.raises(Unsupported, match="check_vma=False"):
+            jax.eval_shape(mapped, *case.args)
+    else:
+        assert jax.eval_shape(mapped, *case.args).shape == case.q_latent.shape
 
 
 def test_what_is_refused_is_served_by_another(hopper):
