@@ -4,9 +4,9 @@
     out[r] = sum_i exp(lse_i[r] - lse[r]) * out_i[r]
 
 (FlashAttention-2, arXiv:2307.08691, sec. 3.1, applied once more over the pieces.) One warpgroup
-takes one row of one split sequence at a time, four neighbouring columns a thread; the warpgroups of
-the grid stride over all such rows. A step without split sequences costs the launch only. No shared
-memory.
+takes one row of one split sequence at a time, a few neighbouring columns a thread; the warpgroups
+of the grid stride over all such rows. A step without split sequences costs the launch only. No
+shared memory.
 """
 
 import functools
@@ -23,6 +23,8 @@ from pallas_kernels.hopper.plan import MERGE_SEQ
 from pallas_kernels.hopper.row_tiles import slot_of
 from pallas_kernels.hopper.softmax import LN2, LOG2E
 
+# MEASURED: H200, 128 heads, us at (32, 32768), (8, 8192), (1, 131072): 8.4, 5.2, 8.5 as it is;
+# 12.9, 7.3, 7.8 with batches of 16 and then 4; 14.8, 7.6, 7.3 with batches of 8, half the columns.
 BATCH = 4
 """Pieces whose loads are in flight together."""
 WARPGROUPS = 2

@@ -54,13 +54,13 @@ class Config:
 
     @property
     def tile_rows(self) -> int:
-        """Query rows of a tile; the accumulator's other rows, if any, are never stored."""
+        """Query rows of a tile; the other rows of the accumulator, if any, mean nothing."""
         return min(self.rows, BLOCK_M)
 
     @property
     def q_tile_rows(self) -> int:
-        """`tile_rows` in whole swizzle atoms of 8 rows, as TMA loads them; the entry pads to
-        that."""
+        """`tile_rows` in whole swizzle atoms of 8 rows, as TMA loads and stores them; queries and
+        output are padded to that."""
         return -(-self.tile_rows // 8) * 8
 
     @property

@@ -89,10 +89,15 @@ def zero_rows(ref, first: jax.Array, *, interpret: bool) -> None:
                 ir.VectorType.get((8,), element), ir.FloatAttr.get(element, 0.0)
             ),
         )
-        start = arith.addi(first.registers.item(), div(thread, const(chunks * segments)))
-        loop = scf.ForOp(start, const(memory.shape[0] * atom_rows), const(rows), [])
+        own_row = div(thread, const(chunks * segments))
+        num_rows = const(memory.shape[0] * atom_rows)
+        # The same number of turns for all threads: they meet at a barrier afterwards.
+        loop = scf.ForOp(first.registers.item(), num_rows, const(rows), [])
         with ir.InsertionPoint(loop.body):
-            row = loop.induction_variable
+            row = arith.addi(loop.induction_variable, own_row)
+            inside = scf.IfOp(arith.cmpi(arith.CmpIPredicate.slt, row, num_rows))
+            scf.yield_([])
+        with ir.InsertionPoint(inside.then_block):
             at = arith.addi(
                 arith.muli(div(row, const(atom_rows)), const(atom_row_stride)),
                 arith.muli(rem(row, const(atom_rows)), const(row_stride)),

@@ -76,6 +76,24 @@ def test_small_pages_odd_heads_and_f16(monkeypatch):
     simulate(case, 2, monkeypatch)
 
 
+def test_a_causal_mask_over_two_tiles(monkeypatch):
+    """The last query's token begins a tile, so that the others see less than the one before."""
+    sizes = {"s_q": 3, "h_q": 4, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
+    simulate(inputs.decode_case((193, 1, 2), **sizes), 1, monkeypatch)
+    sizes = {"s_q": 70, "h_q": 1, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
+    simulate(inputs.decode_case((256,), **sizes), 1, monkeypatch)
+
+
+def test_sinks_of_the_size_of_the_scores(monkeypatch):
+    """Several queries: a row's sink is that of its head. Some sequences are split, some not."""
+    sizes = {"s_q": 2, "h_q": 3, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
+    sink = jnp.array([6.0, -4.0, 8.0], jnp.float32)
+    parts = simulate(
+        inputs.decode_case((1500, 65), **sizes), 3, monkeypatch, attn_sink=sink, scale=1.0
+    )
+    assert 0 < cuts(parts) < 3
+
+
 def test_lengths_that_the_table_has_no_place_for(monkeypatch):
     """The tokens behind the table's last page do not exist; the plan knows nothing of that."""
     sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
@@ -124,11 +142,14 @@ def test_no_false_alarm():
         small().simulation.run(*small().args)
 
 
+def roles_of(site):
+    """The roles that run this call: what is in no role's function is both math warpgroups'."""
+    return (site.function,) if site.function in ROLES else MATH
+
+
 def absent(site):
-    """The mutants without this call: of each role that may run it."""
-    if site.function in ROLES:
-        return [simulator.Mutant((site,))]
-    return [simulator.Mutant((site,), warpgroup=ROLES[role]) for role in MATH]
+    """The mutants without this call: of each role that runs it."""
+    return [simulator.Mutant((site,), warpgroup=ROLES[role]) for role in roles_of(site)]
 
 
 ABSENT = [mutant for site in SITES for mutant in absent(site)]
@@ -145,8 +166,9 @@ def unordered():
     groups = {}
     for site in SITES:
         if site.kind != "commit_smem":
-            key = barrier_of(site), ROLES[site.function], site.kind
-            groups.setdefault(key, []).append(site)
+            for role in roles_of(site):
+                key = barrier_of(site), ROLES[role], site.kind
+                groups.setdefault(key, []).append(site)
     return [
         simulator.Mutant(tuple(group), unordered=True, warpgroup=warpgroup)
         for (_, warpgroup, _), group in groups.items()
@@ -174,7 +196,10 @@ def test_header_names_every_barrier_and_who_waits():
     assert table.keys() == barriers.keys() == {barrier_of(s) for s in SITES if s.argument}
     for name, row in table.items():
         used = lambda kind, name=name: {
-            s.function.strip("_") for s in SITES if s.kind == kind and barrier_of(s) == name
+            role.strip("_")
+            for s in SITES
+            if s.kind == kind and barrier_of(s) == name
+            for role in roles_of(s)
         }
         assert used("barrier_wait") == {row[-1]}
         assert all(role in row[2] for role in used("barrier_arrive")), row

@@ -114,6 +114,28 @@ def test_every_sm_has_work(lens, rows):
     assert busy(costs) > 0.9
 
 
+def test_whole_or_split():
+    """Sequences stay whole until splitting saves more than it costs."""
+    # Two sequences to a part: a longest part of 132 tiles where the mean is 128.
+    assert len(check([4096] * 128, 128)[0]) == 128
+    # One of three on two SMs: 2 x 8 tiles against 12, which is as much as the combine costs.
+    cost = plan.COMBINE_COST
+    tiles = lambda n: [64 * n] * 3
+    assert len(check(tiles(2 * cost), 1, 2)[0]) == 3
+    assert len(check(tiles(2 * cost + 8), 1, 2)[0]) > 3
+
+
+@pytest.mark.parametrize("batch", [1, 128, 4096])
+def test_wild_lengths_do_not_overflow(batch):
+    """They mean nothing; but parts must stay inside what there is, without a sequence twice."""
+    parts = np.asarray(planner(16, NUM_SMS)(jnp.full(batch, 2**31 - 1, jnp.int32)))
+    begin, end = parts[:, [plan.SEQ, plan.TILE]], parts[:, [plan.END_SEQ, plan.END_TILE]]
+    assert (begin[0] == 0).all() and (end[-1] == [batch, 0]).all()
+    assert (begin[1:] == end[:-1]).all() and (parts[:, : plan.MERGE_SEQ] >= 0).all()
+    order = parts[:, plan.SEQ].astype(np.int64) << 32 | parts[:, plan.TILE]
+    assert (np.diff(order) > 0).all()
+
+
 def test_splitting_stops_at_small_pieces():
     """A short sequence alone: more, smaller pieces would cost more than they bring."""
     pieces, _ = check([1024])
