@@ -86,6 +86,8 @@ def _power_of_two_scale(amax: Float[Array, "*t"]) -> Float[Array, "*t"]:
     what 1.75 lacks to 2, less one unit, carries into the exponent field in just that case.
     """
     mantissa_bits, bias = 23, 127
+    # A NaN is taken for an infinity: which bits it has depends on the device.
+    amax = jnp.where(amax < jnp.inf, amax, jnp.inf)
     carry = (1 << mantissa_bits - 2) - 1
     exponent = (lax.bitcast_convert_type(amax, jnp.int32) + carry >> mantissa_bits) - bias - 8
     exponent = jnp.maximum(exponent, DS_MLA_MIN_SCALE_EXPONENT)
