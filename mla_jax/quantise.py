@@ -69,7 +69,13 @@ def _choose_scale(
 
 
 def _amax(x: Float[Array, "*t c"]) -> Float[Array, "*t"]:
-    return jnp.max(jnp.abs(x), axis=-1)
+    """The largest magnitude; NaN if one is.
+
+    On the bits, which have the order of the magnitudes and NaN above them: XLA's maximum of floats
+    on CPU loses the NaNs of larger arrays.
+    """
+    bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+    return lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32)
 
 
 def _tiles(x: Float[Array, "*t c"]) -> Float[Array, "*t n tile"]:

@@ -127,6 +127,18 @@ def test_what_is_not_finite_stays_so(format, bad):
         assert finite[[0, 1, 3, 4]].all() and not finite[2, 3]
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_nan_among_many_tokens_is_as_if_alone(format):
+    """So many that XLA's CPU maximum of floats would lose it."""
+    latent, rope = (x.at[31, -1].set(jnp.nan) for x in tokens(64))
+    empty = init_cache(1, page_size=64, format=format, **SIZES)
+    together = _append(empty, latent, rope, jnp.arange(64))
+    alone = _append(empty, latent[31:32], rope[31:32], jnp.array([31]))
+    for x, y in zip(jax.tree.leaves(together), jax.tree.leaves(alone), strict=True):
+        assert_same_bits(x[0, 31], y[0, 31])
+    assert np.isfinite(oracle.dequantise(together)[0][np.arange(64) != 31]).all()
+
+
 @given(
     format=st.sampled_from(list(FORMATS)),
     seed=st.integers(0, 2**31),

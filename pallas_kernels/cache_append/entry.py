@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.custom_batching import sequential_vmap
 
-from pallas_kernels.cache_append.kernel import NormRope, write
+from pallas_kernels.cache_append.kernel import write
 from pallas_kernels.errors import Unsupported
 from pallas_kernels.formats import FORMATS, SCALE_TILE
 
@@ -23,7 +23,7 @@ def append(
         Unsupported: saying which requirement the call does not meet.
     """
     tokens = {"slots": slots, "latent": latent, "rope": rope}
-    return _launch(cache, tokens, None, interpret)
+    return _launch(cache, tokens, interpret)
 
 
 def norm_rope_append(
@@ -44,13 +44,28 @@ def norm_rope_append(
     Raises:
         Unsupported: saying which requirement the call does not meet.
     """
-    norm_weight = norm_weight[None]
-    tokens = {"slots": slots, "kv_a": kv_a, "norm_weight": norm_weight, "cos": cos, "sin": sin}
-    return _launch(cache, tokens, NormRope(norm_eps, rope_pairs, rope_order), interpret)
+    tokens = {
+        "slots": slots,
+        "kv_a": kv_a,
+        "pairs": _paired(kv_a, rope_pairs),
+        "norm_weight": norm_weight[None],
+        "cos": cos,
+        "sin": sin,
+    }
+    return _launch(cache, tokens, interpret, norm_eps=norm_eps, rope_order=rope_order)
+
+
+def _paired(x: jax.Array, order: str) -> jax.Array:
+    """`x`; with neighbouring channels apart if they are the pairs."""
+    return x.reshape(len(x), -1, 2) if order == "interleaved" else x
 
 
 def _launch(
-    cache: Any, tokens: dict[str, jax.Array], norm_rope: NormRope | None, interpret: Any
+    cache: Any,
+    tokens: dict[str, jax.Array],
+    interpret: Any,
+    norm_eps: float | None = None,
+    rope_order: str = "halves",
 ) -> Any:
     if cache.kv_lora_rank % SCALE_TILE:
         raise Unsupported(
@@ -60,25 +75,32 @@ def _launch(
         raise Unsupported(f"takes rope_dim of {D_ROPE}, this cache has {cache.rope_dim}")
     if tokens["slots"].size == 0:
         raise Unsupported("takes a token at least")
-    run = functools.partial(_write, cache.format, norm_rope, interpret)
+    static = (cache.format, norm_eps, rope_order, interpret)
+    run = functools.partial(_write, *static)
     if interpret is None:
         # One program for all layers of a model; and, for vmap, which Pallas cannot do to arrays
         # that it writes in place, one call after the other.
-        run = sequential_vmap(functools.partial(_write_jit, cache.format, norm_rope, None))
+        run = sequential_vmap(functools.partial(_write_jit, *static))
     return run(cache, tokens)
 
 
-def _write(format: str, norm_rope: NormRope | None, interpret: Any, cache: Any, tokens: Any) -> Any:
-    pages = {
-        name: array
-        for name in ("latent", "rope", "scale")
-        if (array := getattr(cache, name)) is not None
-    }
+def _write(
+    format: str,
+    norm_eps: float | None,
+    rope_order: str,
+    interpret: Any,
+    cache: Any,
+    tokens: dict[str, jax.Array],
+) -> Any:
+    names = ("latent", "rope") if cache.scale is None else ("latent", "rope", "scale")
+    pages = {name: getattr(cache, name) for name in names}
     by_slot = {name: array.reshape(-1, array.shape[-1]) for name, array in pages.items()}
-    written = write(FORMATS[format], norm_rope, by_slot, tokens, interpret)
+    if norm_eps is not None:
+        by_slot["rope"] = _paired(by_slot["rope"], rope_order)
+    written = write(FORMATS[format], norm_eps, by_slot, tokens, interpret)
     return dataclasses.replace(
         cache, **{name: array.reshape(pages[name].shape) for name, array in written.items()}
     )
 
 
-_write_jit = jax.jit(_write, static_argnums=(0, 1, 2))
+_write_jit = jax.jit(_write, static_argnums=(0, 1, 2, 3))

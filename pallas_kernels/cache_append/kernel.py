@@ -13,16 +13,16 @@ each rounded to the dtype of the array. A token whose slot the cache does not ha
 
 One CTA of one warpgroup takes one token, and each of its four warps does all of the token's work:
 16 channels a lane at 512 + 64. They load and store the same; in exchange no value has to cross from
-warp to warp, so there is no shared memory, no barrier, and 5 shuffles a reduction. A token is too
-small (1.2 KB in, at most as much out) for anything but latency to count, and no load depends on
-another one: the addresses follow from the number of the CTA. What is not needed before the slot is
-tested (rope keys without a scale of their own) the compiler loads after that test.
+warp to warp, so there is no shared memory and no barrier, and the largest magnitude, an integer
+maximum of the bits, is one instruction. A token is too small (1.2 KB in, at most as much out) for
+anything but latency to count, and no load's address depends on another load. What is not needed
+before the slot is tested (rope keys without a scale of their own) the compiler loads after the
+test.
 
 The arithmetic is that of `mla_jax.quantise`, in the same order; its results are the same bits on
 the same device, NaNs for NaNs. A reciprocal is the device's own in both.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -46,20 +46,9 @@ LANES = 32
 WARPS = 4
 
 
-@dataclasses.dataclass(frozen=True)
-class NormRope:
-    """What the layer's form does to a token first."""
-
-    norm_eps: float
-    rope_pairs: str
-    """Channels that turn together: `interleaved` (0, 1), (2, 3) ... or `halves`."""
-    rope_order: str
-    """How the turned channels are stored."""
-
-
 def write(
     cache_format: CacheFormat,
-    norm_rope: NormRope | None,
+    norm_eps: float | None,
     cache: dict[str, jax.Array],
     tokens: dict[str, jax.Array],
     interpret: Any = None,
@@ -68,10 +57,12 @@ def write(
 
     Args:
         cache_format: of the cache.
-        norm_rope: None for finished tokens.
+        norm_eps: of the layer's form; None for finished tokens.
         cache: `latent`, `rope` and, if the format has one, `scale`.
-        tokens: `slots [T]`; and `latent [T, C]` and `rope [T, R]`, or, with `norm_rope`,
-            `kv_a [T, C + R]`, `norm_weight [1, C]`, `cos` and `sin [T, R / 2]`.
+        tokens: `slots [T]`; and `latent [T, C]` and `rope [T, R]`, or, in the layer's form,
+            `kv_a [T, C + R]`, `norm_weight [1, C]`, `cos` and `sin [T, R / 2]`, and `pairs`, which
+            is `kv_a` again. Where neighbours are pairs, in `pairs` or in the rope keys of the
+            cache, that array is given as `[..., channels / 2, 2]`.
         interpret: simulate the GPU.
     """
     refs = {name: jax.new_ref(array) for name, array in cache.items()}
@@ -82,14 +73,13 @@ def write(
         token = lax.axis_index("token")
         slot = gmem.slots[token]
         num_slots, d_latent = stored.latent.shape
-        d_rope = stored.rope.shape[1]
-        if norm_rope is None:
+        if norm_eps is None:
             latent = _load_tiles(gmem.latent, token, d_latent)
-            rope = [_load(gmem.rope, token, 0, d_rope)]
+            rope = [_load(gmem.rope.at[pl.ds(token, 1)])]
             rope_refs = [stored.rope.at[pl.ds(slot, 1)]]
         else:
-            latent, rope = _norm_rope(norm_rope, gmem, token, bool(interpret))
-            rope_refs = _members(stored.rope, slot, norm_rope.rope_order, 0, d_rope // 2)
+            latent, rope = _norm_rope(norm_eps, gmem, token, bool(interpret))
+            rope_refs = _members(stored.rope, slot, 0, gmem.cos.shape[1])
         latent, rope, scales = _encode(cache_format, latent, rope)
 
         @pl.when((slot >= 0) & (slot < num_slots))
@@ -128,23 +118,21 @@ def _row(channels: int) -> Any:
     )
 
 
-def _load(ref: Any, row: Any, start: int, channels: int) -> jax.Array:
-    at = pl.ds(row, 1), pl.ds(start, channels)
+def _load(ref: Any) -> jax.Array:
     # "Optimized" asks for the transfers that shared memory needs.
-    return plgpu.load(ref.at[at], layout=_row(channels), optimized=False)
+    return plgpu.load(ref, layout=_row(ref.shape[1]), optimized=False)
 
 
 def _load_tiles(ref: Any, row: Any, channels: int) -> list[jax.Array]:
-    return [_load(ref, row, start, SCALE_TILE) for start in range(0, channels, SCALE_TILE)]
+    starts = range(0, channels, SCALE_TILE)
+    return [_load(ref.at[pl.ds(row, 1), pl.ds(start, SCALE_TILE)]) for start in starts]
 
 
-def _members(ref: Any, row: Any, order: str, start: int, half: int) -> list[Any]:
-    """The first and the second members of the rope key's pairs, from channel `start` on."""
-    if order == "halves":
-        return [ref.at[pl.ds(row, 1), pl.ds(start + i * half, half)] for i in range(2)]
-    rows, channels = ref.shape
-    pairs = ref.reshape(rows, channels // 2, 2)
-    return [pairs.at[pl.ds(row, 1), pl.ds(start // 2, half), i] for i in range(2)]
+def _members(ref: Any, row: Any, start: int, half: int) -> list[Any]:
+    """The first and the second members of the `half` pairs from channel `start` on."""
+    if len(ref.shape) == 3:
+        return [ref.at[pl.ds(row, 1), pl.ds(start // 2, half), i] for i in range(2)]
+    return [ref.at[pl.ds(row, 1), pl.ds(start + i * half, half)] for i in range(2)]
 
 
 def _across(value: jax.Array, channels: int) -> jax.Array:
@@ -153,21 +141,19 @@ def _across(value: jax.Array, channels: int) -> jax.Array:
 
 
 def _norm_rope(
-    norm_rope: NormRope, gmem: SimpleNamespace, token: Any, interpret: bool
+    norm_eps: float, gmem: SimpleNamespace, token: Any, interpret: bool
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """The normed tiles, and the first and the second members of the rotated pairs."""
     d_latent, dtype = gmem.norm_weight.shape[1], gmem.kv_a.dtype
-    half = gmem.cos.shape[1]
     tiles = _load_tiles(gmem.kv_a, token, d_latent)
-    pairs = _members(gmem.kv_a, token, norm_rope.rope_pairs, d_latent, half)
-    first, second = (plgpu.load(x, layout=_row(half), optimized=False) for x in pairs)
+    first, second = map(_load, _members(gmem.pairs, token, d_latent, gmem.cos.shape[1]))
     weights = _load_tiles(gmem.norm_weight, 0, d_latent)
-    cos, sin = (_load(table, token, 0, half) for table in (gmem.cos, gmem.sin))
+    cos, sin = (_load(table.at[pl.ds(token, 1)]) for table in (gmem.cos, gmem.sin))
 
     tiles, weights, (first, second) = map(_float32, (tiles, weights, (first, second)))
     squares = functools.reduce(jnp.add, [tile * tile for tile in tiles])
     mean = jnp.sum(squares, axis=1) * jnp.float32(1 / d_latent)
-    factor = _across(lax.rsqrt(mean + norm_rope.norm_eps), SCALE_TILE)
+    factor = _across(lax.rsqrt(mean + norm_eps), SCALE_TILE)
     tiles = [tile * (factor * weight) for tile, weight in zip(tiles, weights, strict=True)]
     turned = [first * cos - second * sin, second * cos + first * sin]
     # Without a barrier XLA, when it compiles the simulated kernel, would skip the rounding.
@@ -209,7 +195,11 @@ def _encode(
 
 def _amax(values: list[jax.Array]) -> jax.Array:
     """The largest magnitude, `[1]`; NaN if one is."""
-    return jnp.max(functools.reduce(jnp.maximum, map(jnp.abs, values)), axis=1)
+    # On the bits, which have the order of the magnitudes: warps have an instruction for integers.
+    bits = [lax.bitcast_convert_type(jnp.abs(x), jnp.int32) for x in values]
+    return lax.bitcast_convert_type(
+        jnp.max(functools.reduce(jnp.maximum, bits), axis=1), jnp.float32
+    )
 
 
 def _scale(amax: jax.Array) -> jax.Array:
