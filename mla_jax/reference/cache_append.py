@@ -18,6 +18,8 @@ def append(
     slots: Int[Array, " t"],
 ) -> LatentCache:
     """See `mla_jax.append`."""
+    # Under jit XLA would quantise what the caller had before rounding it to these dtypes.
+    latent, rope = lax.optimization_barrier((latent, rope))
     stored = quantise.encode(FORMATS[cache.format], latent, rope)
     tokens = LatentCache(*stored, format=cache.format)
     # A negative index would count from the end.
@@ -41,8 +43,6 @@ def norm_rope_append(
     latent, rope = jnp.split(kv_a, [cache.kv_lora_rank], axis=-1)
     latent = rms_norm(latent, norm_weight, norm_eps)
     rope = rotate(rope, cos, sin, pairs=rope_pairs, order=rope_order)
-    # Under jit XLA would quantise what was not rounded to the dtype of `kv_a`.
-    latent, rope = lax.optimization_barrier((latent, rope))
     return append(cache, latent, rope, slots)
 
 

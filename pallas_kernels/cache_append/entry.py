@@ -75,6 +75,12 @@ def _launch(
         raise Unsupported(f"takes rope_dim of {D_ROPE}, this cache has {cache.rope_dim}")
     if tokens["slots"].size == 0:
         raise Unsupported("takes a token at least")
+    arrays = jax.tree.leaves((cache, tokens))
+    if any(jax.typeof(x).manual_axis_type.varying for x in arrays):
+        raise Unsupported(
+            "takes no arrays that vary over a mesh axis, which Pallas cannot write in place; "
+            "give jax.shard_map check_vma=False"
+        )
     static = (cache.format, norm_eps, rope_order, interpret)
     run = functools.partial(_write, *static)
     if interpret is None:

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from mla_jax import Unsupported, append, dispatch, init_cache, norm_rope_append
 from mla_jax.reference.norm_rope import ROPE_ORDERS
@@ -337,6 +339,30 @@ def test_refusals(d_latent, d_rope, reason, as_if_hopper):
     )
     write(None)(cache, jnp.arange(2), given)
     append(cache, jnp.zeros((2, d_latent)), jnp.zeros((2, d_rope)), jnp.arange(2))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_split_over_devices(check_vma, as_if_hopper, monkeypatch):
+    """Each with its own pages. Where JAX keeps track of that, the kernel is refused."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    whole, rng = P("x"), np.random.default_rng(8)
+    args = (
+        caches("fp8_full", num_pages=4),
+        jnp.asarray(rng.standard_normal((6, 256)), "bfloat16"),
+        jnp.asarray(rng.standard_normal((6, D_ROPE)), "bfloat16"),
+        jnp.array([0, 31, 7, 7, 8, 9]),
+    )
+    launched = []
+    write = lambda *args: launched.append(True) or args[2]
+    monkeypatch.setattr(entry, "write", write)
+    split = jax.shard_map(
+        append, mesh=mesh, in_specs=(whole,) * 4, out_specs=whole, check_vma=check_vma
+    )
+    found = jax.jit(split)(*args)
+    assert bool(launched) == (not check_vma)
+    if check_vma:
+        wanted = reference(*args[:3], jnp.array([0, 31, 7, 39, 40, 41]))
+        assert_same_bits(found, wanted)
 
 
 def test_no_tokens(as_if_hopper):
