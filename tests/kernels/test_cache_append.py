@@ -157,12 +157,12 @@ def test_power_of_two_scales_of_every_magnitude(interpret):
 
 
 def projected(rng, tokens, d_latent, dtype):
-    """`kv_a`, and the arrays that norm and rotation take: one row of zeros, one a hundredfold."""
+    """`kv_a`, one row of it zeros and one latent a hundredfold, and what norm and rotation take."""
     positions = rng.integers(0, 1 << 17, (tokens, 1))
     angle = positions * 10000.0 ** -(np.arange(D_ROPE // 2) / (D_ROPE // 2))
     kv_a = jnp.asarray(rng.standard_normal((tokens, d_latent + D_ROPE)), dtype)
     return {
-        "kv_a": kv_a.at[2].set(0).at[3].multiply(100),
+        "kv_a": kv_a.at[2].set(0).at[3, :d_latent].multiply(100),
         "norm_weight": jnp.asarray(1 + rng.standard_normal(d_latent) / 4, dtype),
         "cos": jnp.asarray(np.cos(angle), jnp.float32),
         "sin": jnp.asarray(np.sin(angle), jnp.float32),
