@@ -65,7 +65,9 @@ def write(
             cache, that array is given as `[..., channels / 2, 2]`.
         interpret: simulate the GPU.
     """
-    refs = {name: jax.new_ref(array) for name, array in cache.items()}
+    # As in the combine kernel: in a loop over stacked caches XLA would let the kernel read and write
+    # the stacks themselves, forgetting that it works in place. Before and after it, for both sides.
+    refs = {name: jax.new_ref(array) for name, array in lax.optimization_barrier(cache).items()}
 
     def body(*arguments):
         gmem = SimpleNamespace(**dict(zip(tokens, arguments, strict=False)))
@@ -105,7 +107,7 @@ def write(
         name="mla_cache_append",
     )
     kernel(*tokens.values(), *refs.values())
-    return {name: ref[...] for name, ref in refs.items()}
+    return lax.optimization_barrier({name: ref[...] for name, ref in refs.items()})
 
 
 def _row(channels: int) -> Any:
