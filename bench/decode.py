@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import typer
 
-from bench import baselines, inputs, measure, records, report
+from bench import baselines, inputs, measure, options, records, report
 from bench.progress import progress
 from bench.shapes import SETS, Shape
 from mla_jax import mla_decode, plan_decode
@@ -282,8 +282,8 @@ def main(
     try:
         code = run(
             _shapes(rows, chosen or ("goals" if quick else "full")),
-            formats=_names("--format", formats, tuple(FORMATS)),
-            implementations=_names("--implementation", implementations, (*OURS, *BASELINES)),
+            formats=options.names("--format", formats, tuple(FORMATS)),
+            implementations=options.names("--implementation", implementations, (*OURS, *BASELINES)),
             iterations=iterations or (10 if quick else 30),
             calls=50 if quick else 200,
             memory=not quick,
@@ -300,16 +300,8 @@ def _shapes(rows: str | None, chosen: str) -> list[Shape]:
     if rows is not None:
         with console.input_errors():
             return [Shape.parse(row.strip()) for row in rows.split(",")]
-    (name,) = _names("--set", chosen, tuple(SETS))
+    (name,) = options.names("--set", chosen, tuple(SETS))
     return list(SETS[name])
-
-
-def _names(option: str, text: str, known: Sequence[str]) -> list[str]:
-    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
-    for name in names:
-        if name not in known:
-            console.fail(f"{option}: {name!r} is none of {', '.join(known)}")
-    return names
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 
 from mla_jax import LatentCache
 from pallas_kernels import decode
+from pallas_kernels.cache_append import entry as cache_append
 from pallas_kernels.decode_dense.config import Config
-from pallas_kernels.formats import unscaled_format
+from pallas_kernels.formats import FORMATS, unscaled_format
 
 BATCH, PAGES, TABLE = 4, 64, 16
 SCALE = 0.1
@@ -108,7 +109,56 @@ def _decode_dense(causal, q_latent, q_rope, cache, block_table, seq_lens, sink, 
     )
 
 
-Variant = DecodeDense
+@dataclasses.dataclass(frozen=True)
+class CacheAppend:
+    """`append`, or `norm_rope_append` where it is said how the rope channels are paired."""
+
+    format: str
+    dtype: str = "bfloat16"
+    d_latent: int = 512
+    rope: tuple[str, str] | None = None
+    """Pairs and order."""
+
+    kernel = "cache_append"
+
+    def __str__(self) -> str:
+        rope = "" if self.rope is None else " norm and rope, {} to {}".format(*self.rope)
+        return f"{self.format} of {self.dtype} {self.d_latent}{rope}"
+
+    def declared(self) -> tuple[Declared, ...]:
+        """In the order of the kernels."""
+        return (Declared(self.kernel, 0, 0),)
+
+    def function(self) -> Callable[..., Any]:
+        if self.rope is None:
+            return cache_append.append
+        pairs, order = self.rope
+        static = {"norm_eps": 1e-6, "rope_pairs": pairs, "rope_order": order}
+        return lambda cache, kv_a, slots, norm_weight, cos, sin: cache_append.norm_rope_append(
+            cache, kv_a, slots, norm_weight=norm_weight, cos=cos, sin=sin, **static
+        )
+
+    def arguments(self, array: Callable[[tuple[int, ...], Any], Any]) -> tuple[Any, ...]:
+        """The arguments of `function`, made by `array(shape, dtype)`."""
+        cache_format, d_rope = FORMATS[self.format], cache_append.D_ROPE
+        pages = lambda d, dtype: array((PAGES, 64, d), jnp.dtype(dtype))
+        num_scales = cache_format.num_scales(self.d_latent)
+        cache = LatentCache(
+            pages(self.d_latent, cache_format.latent_dtype),
+            pages(d_rope, cache_format.rope_dtype),
+            pages(num_scales, "float32") if num_scales else None,
+            self.format,
+        )
+        rows = lambda d, dtype=self.dtype: array((BATCH, d), dtype)
+        slots = array((BATCH,), jnp.int32)
+        if self.rope is None:
+            return cache, rows(self.d_latent), rows(d_rope), slots
+        weight = array((self.d_latent,), self.dtype)
+        tables = rows(d_rope // 2, jnp.float32), rows(d_rope // 2, jnp.float32)
+        return cache, rows(self.d_latent + d_rope), slots, weight, *tables
+
+
+Variant = DecodeDense | CacheAppend
 
 HEADS = ((128, 1), (128, 2), (64, 1), (32, 1), (16, 1), (16, 4), (8, 1), (1, 1), (24, 3))
 
@@ -124,11 +174,18 @@ def few() -> list[Variant]:
         DecodeDense(f16, h=8, s_q=4, page_size=32, has_sink=True, d_latent=256, d_rope=32),
         DecodeDense(h=24, s_q=3, page_size=128, d_rope=32),
         DecodeDense(h=1, page_size=16, d_latent=256),
+        *(CacheAppend(format) for format in FORMATS),
+        CacheAppend("fp8_full", "float32", d_latent=256),
+        CacheAppend("bf16", "float16", rope=("halves", "halves")),
+        CacheAppend("f16", rope=("interleaved", "interleaved")),
+        CacheAppend("fp8_ds_mla", rope=("interleaved", "halves")),
+        CacheAppend("fp8_token", rope=("interleaved", "halves")),
+        CacheAppend("fp8_full", rope=("halves", "interleaved"), d_latent=256),
     ]
 
 
 def every() -> list[Variant]:
-    """All heads, masks and sinks at the usual sizes; all sizes at 128 heads."""
+    """All heads, masks and sinks at the usual sizes; all sizes at 128 heads; every append."""
     heads = [
         DecodeDense(h=h, s_q=s_q, causal=causal, has_sink=sink)
         for (h, s_q), sink in itertools.product(HEADS, (False, True))
@@ -140,4 +197,11 @@ def every() -> list[Variant]:
             ("bfloat16", "float16"), (16, 32, 64, 128), (512, 256), (64, 32)
         )
     ]
-    return list(dict.fromkeys([*few(), *heads, *sizes]))
+    orders = ("interleaved", "halves")
+    ropes = (None, *((pairs, order) for pairs in orders for order in orders))
+    appends = [
+        CacheAppend(format, dtype, d_latent, rope)
+        for format, d_latent, rope in itertools.product(FORMATS, (512, 256), ropes)
+        for dtype in ("bfloat16", "float16", "float32")
+    ]
+    return list(dict.fromkeys([*few(), *heads, *sizes, *appends]))

@@ -19,7 +19,6 @@ from mla_jax.checks import (
     check_array,
     check_choice,
     check_dtype,
-    check_float,
     check_integer,
     check_size,
 )
@@ -151,76 +150,6 @@ def init_cache(
         scale=empty(num_scales, jnp.float32) if num_scales else None,
         format=format,
     )
-
-
-def append(
-    cache: LatentCache,
-    latent: Float[Array, "t c"],
-    rope: Float[Array, "t r"],
-    slots: Int[Array, " t"],
-) -> LatentCache:
-    """Write tokens into their slots, in the cache's format.
-
-    In place when `cache` is donated to the `jax.jit` that calls this: no copy of it is made.
-
-    Args:
-        cache: the cache; it is not changed, unless donated.
-        latent: the normed latents, bfloat16, float16 or float32.
-        rope: the rotated rope keys, of any of these dtypes.
-        slots: where each token goes, `page * page_size + offset`. A token with a slot of -1, or
-            any other that the cache does not have, is skipped. If two tokens name one slot, what
-            it then holds is undefined.
-
-    Returns:
-        The cache with the tokens in it. fp8 formats store a NaN or an infinity as NaN.
-
-    Raises:
-        ValueError: shapes that do not fit `cache`.
-        TypeError: data that is quantised already, `slots` that are not integers, or a `cache`
-            whose arrays are not what its format declares.
-    """
-    cache_format = check_cache(cache)
-    (num_tokens, _) = check_array("latent", latent, "t c", c=cache.kv_lora_rank)
-    check_array("rope", rope, "t r", t=num_tokens, r=cache.rope_dim)
-    check_array("slots", slots, "t", t=num_tokens)
-    check_float("latent", latent)
-    check_float("rope", rope)
-    check_integer("slots", slots)
-
-    if num_tokens == 0:
-        return cache
-
-    # Under jit XLA would quantise what the caller had before rounding it to these dtypes.
-    latent, rope = lax.optimization_barrier((jnp.asarray(latent), jnp.asarray(rope)))
-    stored = quantise.encode(cache_format, latent, rope)
-    tokens = LatentCache(*stored, format=cache.format)
-    slots = as_int32(slots)
-    # A negative index would count from the end.
-    slots = jnp.where(slots >= 0, slots, cache.num_slots)
-    return jax.tree.map(lambda pages, rows: _write(pages, rows, slots), cache, tokens)
-
-
-def _write(
-    pages: Float[Array, "p ps d"], rows: Float[Array, "t d"], slots: Int[Array, " t"]
-) -> Float[Array, "p ps d"]:
-    """Write `rows` at `slots`; a slot past the end is skipped."""
-    page, offset = jnp.divmod(slots, pages.shape[1])
-
-    def scatter(pages, rows):
-        return pages.at[page, offset].set(rows, mode="drop")
-
-    def select(pages, rows):
-        tokens = jnp.arange(rows.shape[0])
-        token = jnp.full(pages.shape[:2], -1).at[page, offset].set(tokens, mode="drop")
-        as_bits = lambda x: lax.bitcast_convert_type(x, jnp.uint8)
-        new = jnp.where(token[..., None] >= 0, as_bits(rows)[token], as_bits(pages))
-        return lax.bitcast_convert_type(new, pages.dtype)
-
-    if pages.dtype.itemsize > 1:
-        return scatter(pages, rows)
-    # XLA's CPU scatter of 8-bit floats converts the whole operand to float16 and back. The select
-    # passes over the whole cache as well, but in place.
-    return lax.platform_dependent(pages, rows, cpu=select, default=scatter)
 
 
 def slots_of(

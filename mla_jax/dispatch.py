@@ -17,13 +17,21 @@ TABLE: dict[str, dict[str, str]] = {
     "mla_sparse_decode": {"xla": "mla_jax.reference.decode_sparse"},
     "mla_sparse_prefill": {"xla": "mla_jax.reference.prefill_sparse"},
     "mla_prefill": {"xla": "mla_jax.reference.prefill_dense"},
+    "append": {
+        "mosaic": "pallas_kernels.cache_append.entry",
+        "xla": "mla_jax.reference.cache_append",
+    },
+    "norm_rope_append": {
+        "mosaic": "pallas_kernels.cache_append.entry",
+        "xla": "mla_jax.reference.cache_append",
+    },
 }
 """The module of each implementation that is built. It holds a function named as the op, with the
 arguments of the public one less `implementation`; a kernel's raises `Unsupported` for a call that
 it cannot serve, before it traces device code."""
 
 OPS = tuple(TABLE)
-"""The ops that take `implementation`."""
+"""The ops that have several implementations; all but `append` take `implementation`."""
 
 
 class Availability(NamedTuple):

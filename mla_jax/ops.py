@@ -1,4 +1,4 @@
-"""The attention operations: signatures, argument checks; `mla_jax.dispatch` finds who computes.
+"""The operations: signatures, argument checks; `mla_jax.dispatch` finds who computes.
 
 Conventions, for all of them:
 
@@ -15,6 +15,7 @@ Conventions, for all of them:
 * Wrong shapes raise `ValueError`, wrong dtypes and kinds `TypeError`, before anything is compiled.
 """
 
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from mla_jax.checks import (
     Scale,
     as_int32,
     check_array,
+    check_choice,
     check_float,
     check_integer,
     check_same_dtype,
@@ -36,8 +38,127 @@ from mla_jax.checks import (
 )
 from mla_jax.plan import DecodePlan
 from mla_jax.reference import combine
+from mla_jax.reference.norm_rope import ROPE_ORDERS
 
 type Implementation = str | Sequence[str] | None
+
+
+def append(
+    cache: LatentCache,
+    latent: Float[Array, "t c"],
+    rope: Float[Array, "t r"],
+    slots: Int[Array, " t"],
+) -> LatentCache:
+    """Write tokens into their slots, in the cache's format.
+
+    In place when `cache` is donated to the `jax.jit` that calls this: no copy of it is made. There
+    is no `implementation` to choose: on a device, all of them store the same bits.
+
+    Args:
+        cache: the cache; it is not changed, unless donated.
+        latent: the normed latents, bfloat16, float16 or float32.
+        rope: the rotated rope keys, of any of these dtypes.
+        slots: where each token goes, `page * page_size + offset`. A token with a slot of -1, or
+            any other that the cache does not have, is skipped. If two tokens name one slot, what
+            it then holds is undefined.
+
+    Returns:
+        The cache with the tokens in it. fp8 formats store a NaN or an infinity as NaN.
+
+    Raises:
+        ValueError: shapes that do not fit `cache`.
+        TypeError: data that is quantised already, `slots` that are not integers, or a `cache`
+            whose arrays are not what its format declares.
+    """
+    check_cache(cache)
+    (t, _) = check_array("latent", latent, "t c", c=cache.kv_lora_rank)
+    check_array("rope", rope, "t r", t=t, r=cache.rope_dim)
+    check_array("slots", slots, "t", t=t)
+    check_float("latent", latent)
+    check_float("rope", rope)
+    check_integer("slots", slots)
+    if t == 0:
+        return cache
+    return dispatch.call(
+        "append", None, cache, jnp.asarray(latent), jnp.asarray(rope), as_int32(slots)
+    )
+
+
+def norm_rope_append(
+    cache: LatentCache,
+    kv_a: Float[Array, "t c_plus_r"],
+    slots: Int[Array, " t"],
+    *,
+    norm_weight: Float[Array, " c"],
+    norm_eps: float,
+    cos: Float[Array, "t half_r"],
+    sin: Float[Array, "t half_r"],
+    rope_pairs: str = "interleaved",
+    rope_order: str = "interleaved",
+    implementation: Implementation = None,
+) -> LatentCache:
+    """Norm, rotate and append what the `kv_a` projection gives: RMSNorm, RoPE, `append` in one.
+
+    In place when `cache` is donated, as `append`. Norm and rotation are computed in float32 and
+    rounded to the dtype of `kv_a`, as if `append` were given the results. Implementations sum the
+    squares in another order, so a latent may differ in the last bit before it is quantised;
+    quantising is exact given that.
+
+    Args:
+        cache: the cache; it is not changed, unless donated.
+        kv_a: latents before the norm and rope keys before the rotation, side by side (the output
+            of DeepSeek's `kv_a_proj_with_mqa`), bfloat16, float16 or float32.
+        slots: as in `append`.
+        norm_weight: of the latent's RMSNorm.
+        norm_eps: added to the mean square, a number known when compiling.
+        cos, sin: of each token's angle for each pair of rope channels, float32, with whatever
+            factor YaRN wants on them. Made once per step, they serve all layers.
+        rope_pairs: which channels turn together: (0, 1), (2, 3), ... ("interleaved") or j and
+            j + r / 2 ("halves").
+        rope_order: how the turned channels are stored, in the same words. DeepSeek-V3 takes
+            interleaved pairs and stores halves.
+        implementation: see the module.
+
+    Returns:
+        The cache with the tokens in it.
+
+    Raises:
+        ValueError, TypeError: as `append`.
+        NotImplementedError: no implementation of those named can serve the call.
+    """
+    check_cache(cache)
+    c, r = cache.kv_lora_rank, cache.rope_dim
+    if r % 2:
+        raise ValueError(f"`cache.rope` has {r} channels: must have an even number to be rotated")
+    (t, _) = check_array("kv_a", kv_a, "t c_plus_r", c_plus_r=c + r)
+    check_array("slots", slots, "t", t=t)
+    check_array("norm_weight", norm_weight, "c", c=c)
+    check_float("kv_a", kv_a)
+    check_float("norm_weight", norm_weight)
+    check_integer("slots", slots)
+    for name, table in (("cos", cos), ("sin", sin)):
+        check_array(name, table, "t half_r", t=t, half_r=r // 2)
+        if table.dtype != jnp.float32:
+            raise TypeError(f"`{name}` is {table.dtype}: must be float32")
+    if isinstance(norm_eps, bool) or not isinstance(norm_eps, numbers.Real):
+        raise TypeError(f"`norm_eps` is {norm_eps!r}: must be a real number, not traced")
+    check_choice("rope_pairs", rope_pairs, ROPE_ORDERS)
+    check_choice("rope_order", rope_order, ROPE_ORDERS)
+    if t == 0:
+        return cache
+    return dispatch.call(
+        "norm_rope_append",
+        implementation,
+        cache,
+        jnp.asarray(kv_a),
+        as_int32(slots),
+        norm_weight=jnp.asarray(norm_weight),
+        norm_eps=float(norm_eps),
+        cos=jnp.asarray(cos),
+        sin=jnp.asarray(sin),
+        rope_pairs=rope_pairs,
+        rope_order=rope_order,
+    )
 
 
 def mla_decode(

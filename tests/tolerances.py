@@ -63,6 +63,12 @@ STORED = {
     "bfloat16": Tolerance(1e-30, 2**-8),
     "float8_e4m3fn": Tolerance(0.1, 2**-4 * 1.001),
 }
+# A value rounded twice: to float32 after norm or rotation, then to the dtype.
+NORM_ROPE = {
+    "float32": Tolerance(2e-6, 2e-6),
+    "float16": Tolerance(2e-6, 2**-11 * 1.01),
+    "bfloat16": Tolerance(2e-6, 2**-8 * 1.01),
+}
 
 
 def check(name, found, expected, tolerance):

@@ -9,11 +9,18 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from mla_jax.cache import LatentCache, append, check_cache, check_table, gather, slots_of
+from mla_jax.cache import LatentCache, check_cache, check_table, gather, slots_of
 from mla_jax.checks import check_array, check_dtype, check_integer
 from mla_jax.config import MLAConfig
-from mla_jax.nn.rope import apply_rope
-from mla_jax.ops import Implementation, merge_states, mla_decode, mla_prefill
+from mla_jax.nn.rope import apply_rope, rope_tables
+from mla_jax.ops import (
+    Implementation,
+    append,
+    merge_states,
+    mla_decode,
+    mla_prefill,
+    norm_rope_append,
+)
 from mla_jax.plan import DecodePlan
 
 # DeepSeek's two inner norms ignore `rms_norm_eps`.
@@ -166,7 +173,8 @@ class MultiHeadLatentAttention(nnx.Module):
         steps = jnp.arange(t)
         positions = prefix_lens[:, None] + steps
         latent, k_rope = self.compress(x, positions)
-        cache = _write(cache, latent, k_rope, block_table, positions, steps < lengths[:, None])
+        slots = _slots(cache, block_table, positions, steps < lengths[:, None])
+        cache = append(cache, _flat(latent), _flat(k_rope), slots)
 
         q = self._expanded_queries(x, positions)
         attend = functools.partial(
@@ -209,8 +217,18 @@ class MultiHeadLatentAttention(nnx.Module):
         check_cache(cache)
         block_table, seq_lens = check_table(block_table, seq_lens, b=b)
         positions = seq_lens[:, None] + jnp.arange(-s, 0)
-        latent, k_rope = self.compress(x, positions)
-        cache = _write(cache, latent, k_rope, block_table, positions, positions >= 0)
+        cos, sin = rope_tables(positions, self.config)
+        cache = norm_rope_append(
+            cache,
+            _flat(self.kv_a_proj(x)),
+            _slots(cache, block_table, positions, positions >= 0),
+            norm_weight=self.kv_a_norm.scale[...],  # pyright: ignore[reportOptionalSubscript]
+            norm_eps=_LATENT_NORM_EPS,
+            cos=_flat(cos),
+            sin=_flat(sin),
+            rope_pairs=self.config.rope_pairs,
+            rope_order=self.config.rope_order,
+        )
 
         q_nope, q_rope = self._queries(x, positions)
         out = self.decode_fn(
@@ -286,18 +304,19 @@ def _check_inputs(
     return b, t
 
 
-def _write(
+def _flat(x: Array) -> Array:
+    """`[b, t, ...]` to `[b * t, ...]`."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _slots(
     cache: LatentCache,
-    latent: Float[Array, "b t d_latent"],
-    k_rope: Float[Array, "b t d_rope"],
     block_table: Int[Array, "b max_pages"],
     positions: Int[Array, "b t"],
     live: Bool[Array, "b t"],
-) -> LatentCache:
-    """Appends the live tokens at their positions; a position beyond the block table is dropped."""
-    slots = jnp.where(live, slots_of(block_table, positions, cache), -1)
-    flat = lambda x: x.reshape(-1, *x.shape[2:])
-    return append(cache, flat(latent), flat(k_rope), flat(slots))
+) -> Int[Array, " bt"]:
+    """Slots of the live tokens; -1 for the others, and for positions beyond the block table."""
+    return _flat(jnp.where(live, slots_of(block_table, positions, cache), -1))
 
 
 def _attend_prefix(

@@ -4,6 +4,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mla_jax.config import MLAConfig
+from mla_jax.reference.norm_rope import rotate
+
+
+def rope_tables(
+    positions: Int[Array, "*t"], config: MLAConfig
+) -> tuple[Float[Array, "*t half_d_rope"], Float[Array, "*t half_d_rope"]]:
+    """Cosine and sine of `positions * config.inv_freq[j]` radians for each pair j, float32.
+
+    Both times `config.rope_attention_scaling`.
+    """
+    angle = positions.astype(jnp.float32)[..., None] * config.inv_freq
+    scaling = config.rope_attention_scaling
+    return jnp.cos(angle) * scaling, jnp.sin(angle) * scaling
 
 
 def apply_rope(
@@ -22,15 +35,8 @@ def apply_rope(
     Raises:
       ValueError, TypeError: from JAX, shapes that do not fit together; values are not checked.
     """
-    angle = positions.astype(jnp.float32)[..., None] * config.inv_freq
-    angle = jnp.expand_dims(angle, range(2, x.ndim - 1))
-    cos = jnp.cos(angle) * config.rope_attention_scaling
-    sin = jnp.sin(angle) * config.rope_attention_scaling
-
-    pair_axis = {"interleaved": -1, "halves": -2}
-    in_axis, out_axis = pair_axis[config.rope_pairs], pair_axis[config.rope_order]
-    pairs_shape = (-1, 2) if in_axis == -1 else (2, config.d_rope // 2)
-    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], *pairs_shape)
-    first, second = jnp.unstack(pairs, axis=in_axis)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    return jnp.stack(turned, axis=out_axis).reshape(x.shape).astype(x.dtype)
+    cos, sin = rope_tables(positions, config)
+    over_heads = lambda table: jnp.expand_dims(table, range(2, x.ndim - 1))
+    return rotate(
+        x, over_heads(cos), over_heads(sin), pairs=config.rope_pairs, order=config.rope_order
+    )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from bench import baselines, decode, inputs, measure, model_step
+from bench import append, baselines, decode, inputs, measure, model_step
 from bench.shapes import Shape
 from mla_jax.cli import app
 from tests import oracle
@@ -148,6 +148,50 @@ def test_a_wrong_result_is_not_timed(no_gpu_needed, monkeypatch, tmp_path, capsy
     assert "wrong result, not timed" in capsys.readouterr().err
 
 
+def test_append(no_gpu_needed, monkeypatch, tmp_path, capsys):
+    log, output = no_gpu_needed, tmp_path / "out.json"
+    real = measure.kernel_times
+    monkeypatch.setattr(
+        measure,
+        "kernel_times",
+        lambda call, **kwargs: real(lambda: log.append(("a", 2.0)) or call(), **kwargs),
+    )
+    code = append.run(
+        [1, 3],
+        formats=["f16", "fp8_full"],
+        implementations=["mosaic", "xla"],
+        iterations=2,
+        calls=2,
+        output=output,
+    )
+    assert code == 0
+    rows = json.loads(output.read_text())["rows"]
+    assert [(r["op"], r["format"], r["b"]) for r in rows] == [
+        (op, format, tokens)
+        for op in append.OPS
+        for format in ("f16", "fp8_full")
+        for tokens in (1, 3)
+    ]
+    assert all((r["implementation"], r["us"], r["max_err"]) == ("xla", 2.0, 0.0) for r in rows)
+    said = capsys.readouterr()
+    assert "append fp8_full 3 mosaic: left out: " in said.err
+    assert "norm_rope_append" in said.out
+
+
+def test_an_append_that_is_off_is_not_timed(no_gpu_needed, monkeypatch, tmp_path, capsys):
+    make = append.make_step
+    broken = lambda cache, tokens: jax.tree.map(jnp.zeros_like, cache)
+    monkeypatch.setattr(
+        append, "make_step", lambda op, name: broken if name == "x" else make(op, name)
+    )
+    output = tmp_path / "out.json"
+    code = append.run(
+        [3], formats=["bf16"], implementations=["x"], iterations=2, calls=2, output=output
+    )
+    assert code == 1 and not output.exists()
+    assert "append bf16 3 x: wrong result, not timed: " in capsys.readouterr().err
+
+
 def test_model_step(no_gpu_needed, monkeypatch, tmp_path, capsys):
     big = model_step.V2_LITE
     assert big.moe is not None
@@ -184,10 +228,11 @@ def test_sizes_of_the_model():
     ("args", "message"),
     [
         (["decode", "--quick"], "this measurement needs an NVIDIA Hopper GPU"),
+        (["append"], "this measurement needs an NVIDIA Hopper GPU"),
         (["model-step"], "this measurement needs an NVIDIA Hopper GPU"),
         (["decode", "--rows", "3x"], "'3x' is not a shape: must be BxS_KxH or BxS_KxHxS_Q"),
         (["decode", "--format", "b"], "--format: 'b' is none of bf16, f16"),
-        (["nothing"], "bench: 'nothing' is none of decode, model_step, compile_report"),
+        (["nothing"], "bench: 'nothing' is none of decode, append, model_step, compile_report"),
     ],
 )
 def test_refusals_are_one_line(args, message):

@@ -40,6 +40,17 @@ from pallas_kernels.hopper import mma
 # Copies in flight must not share a clock position: their order would be made up.
 PARAMS = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=256)
 
+ON_BOTH = pytest.mark.parametrize(
+    "interpret",
+    [
+        pytest.param(None, marks=pytest.mark.hopper, id="gpu"),
+        pytest.param(
+            PARAMS, marks=[pytest.mark.interpret, pytest.mark.timeout(60)], id="simulated"
+        ),
+    ],
+)
+"""Runs a test on a GPU and on the simulated one."""
+
 SYNCHRONISATIONS = ("barrier_wait", "barrier_arrive", "commit_smem")
 CALLBACKS = ("_barrier_wait", "_barrier_arrive", "commit_smem")
 """What runs them in the simulator."""

@@ -13,12 +13,6 @@ from tests import oracle, tolerances
 from tests.kernels import simulator
 from tests.kernels.test_plan import num_tiles, pieces_of, planner
 
-hopper = pytest.mark.hopper
-interpret = [pytest.mark.interpret, pytest.mark.timeout(60)]
-ON_BOTH = pytest.mark.parametrize(
-    "interpret", [pytest.param(None, marks=hopper), pytest.param(simulator.PARAMS, marks=interpret)]
-)
-
 
 def inputs(lens, rows, d_latent, num_sms, dtype=jnp.bfloat16):
     """Partial results of each piece of a split sequence; all else is poisoned.
@@ -65,7 +59,7 @@ def expected(split, sink):
     return merged
 
 
-@ON_BOTH
+@simulator.ON_BOTH
 @pytest.mark.parametrize(
     ("lens", "rows", "d_latent", "with_sink"),
     [
@@ -97,7 +91,7 @@ def test_against_float64(lens, rows, d_latent, with_sink, interpret, monkeypatch
         np.testing.assert_array_equal(again, first)
 
 
-@ON_BOTH
+@simulator.ON_BOTH
 def test_nothing_to_merge(interpret):
     arrays, split = inputs((64, 0, 30), 8, 256, 12)
     assert not split

@@ -1,0 +1,1 @@
+"""Writing a step's tokens to the latent cache: norm, rotation, quantisation, scatter."""
