@@ -1,9 +1,73 @@
-"""Dense paged decode of absorbed MLA on Hopper, both products in e4m3. (The header follows.)"""
+"""Dense paged decode of absorbed MLA on Hopper, both products in e4m3 (`fp8_token`, `fp8_full`).
+
+For every sequence and every row r of its folded (query, head) pairs, over the keys j that the row
+may see, with u[j] the scale of token j and w[j] that of its rope key (`fp8_token`: w = u):
+
+    q8[r]   = e4m3(q_latent[r] / t[r]),  t[r] = amax(q_latent[r]) / 448;  qr[r] = q_rope[r] / t[r]
+    s[r, j] = t[r] * (u[j] * (q8[r] . latent[j]) + w[j] * (qr[r] . rope[j]))
+    p[r, j] = exp2(scale_log2 * s[r, j] - m[r])
+    out[r]  = sum_j e4m3(p[r, j] * u[j] * P_MAX / v) * latent[j]  *  v / P_MAX / sum_j p[r, j]
+
+m follows the running maximum of the scores, v that of the scales, both with slack (config). qr is
+bfloat16 in `fp8_token`; in `fp8_full` it is e4m3, and t the scale of the whole row of q.
+
+A CTA owns 64 rows and one part of the plan: a run of key tiles (64 tokens) that may begin and end
+inside a sequence. A sequence's tiles are taken last to first, in pairs; a last one without a
+partner is loaded twice and masked once. The math warpgroups go in step: each has the scores and the
+softmax of one tile of the pair, and all rows of one half of the output's channels, transposed
+(`hopper.fp8`): O^T[d, r] += V^T[d, j] P^T[j, r] over both tiles.
+
+Timeline of a pair, time running down, mma_wg0 and mma_wg1 alike (tile 0 and 1 of the pair):
+
+    load_wg                     mma_wg0 | mma_wg1
+    TMA both tiles  -k_full->   S = Q K^T of the own tile
+    (two pairs in flight)       max of S, of the scales    <-max_ready->   (the other's maxima)
+                                V^T of the own tile to registers, meanwhile
+                                P = exp2(S - m), to e4m3 and shared memory
+                                                           <-p_ready->     (the other's P)
+                                V^T of the other tile to registers; O^T *= alpha if any is below 1
+                                issue O^T += V^T P^T of both tiles
+                  <-k_empty-    both stages released, meanwhile
+                                wait for O^T
+
+Shared memory (fp8_token, d_latent 512, d_rope 64, page 64, 1 term of P):
+
+    buffer      shape           dtype  stages    KiB
+    q_latent    64 x 512        e4m3   1          32
+    q_rope      64 x 64         bf16   1           8
+    kv_latent   64 x 512        e4m3   4         128
+    k_rope      64 x 64         bf16   4          32
+    k_scale     1 x 64          f32    4           1
+    p           64 x 64         e4m3   2           8
+    row_max     64              f32    2           1
+    scale_max   64              f32    2           1
+    row_sum     64              f32    2           1
+    alpha       64              f32    2           1
+    barriers                                       1
+    sum                                          214
+
+A whole sequence's output goes through the stages of its last pair. Registers per thread: 240 (each
+math warpgroup: 128 accumulator, 32 S or 64 V^T), 24 (load_wg).
+
+Barriers (arrivals x count per phase; each waiter waits for every phase):
+
+    name         guards                                   arrives x count        waits
+    k_full       stage filled                             TMA x 3 per page       mma_wg0, mma_wg1
+    k_empty      stage may be refilled                    mma_wg0, mma_wg1 x 1   load_wg
+    q_max_ready  row_max: of q; the last pair is over     mma_wg0, mma_wg1 x 1   mma_wg0, mma_wg1
+    q_ready      q_latent, q_rope; row_max read           mma_wg0, mma_wg1 x 1   mma_wg0, mma_wg1
+    max_ready    row_max, scale_max; P, alpha read        mma_wg0, mma_wg1 x 1   mma_wg0, mma_wg1
+    p_ready      p; row_max, scale_max read               mma_wg0, mma_wg1 x 1   mma_wg0, mma_wg1
+    sum_ready    row_sum; the last stages read            mma_wg0, mma_wg1 x 1   mma_wg0, mma_wg1
+
+Both math warpgroups arrive at and wait for each of the last five, in the same order: what one warp
+does after such a meeting comes after all that any of the eight did before it.
+"""
 
 import dataclasses
 import functools
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,21 +78,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.decode_e4m3.config import Config
 from pallas_kernels.formats import E4M3_MAX, MIN_SCALE
 from pallas_kernels.hopper import fp8
-from pallas_kernels.hopper.layouts import (
-    WGMMA,
-    WGMMA_8BIT_ROW,
-    WGMMA_COLUMN,
-    WGMMA_ROW,
-    across,
-    down,
-    full,
-    tiled,
-)
+from pallas_kernels.hopper.inline import sync_warps
+from pallas_kernels.hopper.layouts import WGMMA_8BIT_ROW, WGMMA_ROW, across, down, full, tiled
 from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M, LAUNCH_REGISTERS
 from pallas_kernels.hopper.mma import add_dots, dots, opaque_zero
 from pallas_kernels.hopper.pieces import Part, Piece
 from pallas_kernels.hopper.row_tiles import first_row
-from pallas_kernels.hopper.softmax import LN2, LOG2E, NO_MAXIMUM
+from pallas_kernels.hopper.softmax import LN2, LOG2E, PairedSoftmax, with_sink
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,45 +121,6 @@ class Cta:
         return lax.rem(tile_count, jnp.int32(self.config.num_stages))
 
 
-class Softmax(NamedTuple):
-    """Running state of the rows."""
-
-    m: jax.Array
-    """What is subtracted from the base-2 scores."""
-    l: jax.Array
-    """The sums of `exp2(s - m)` over this warpgroup's tiles, each row's in 8 columns."""
-    scale: jax.Array
-    """The token scale that P is relative to; 0 before the first pair."""
-
-    @staticmethod
-    def start() -> "Softmax":
-        """The state of rows that have seen no key."""
-        return Softmax(
-            full((BLOCK_M,), NO_MAXIMUM, jnp.float32),
-            full((BLOCK_M, 8), 0.0, jnp.float32),
-            jnp.float32(0.0),
-        )
-
-    def follow(self, row_max, scale_max, config: Config) -> tuple["Softmax", jax.Array]:
-        """Let the references follow a pair's maxima where those have grown by more than the slack:
-        the new state, and the factor of the output so far, at most 1."""
-        m_max = jnp.maximum(self.m, row_max)
-        m = jnp.where(m_max > self.m + config.slack, m_max, self.m)
-        grown = scale_max > self.scale * config.scale_slack
-        scale = jnp.where(grown, jnp.maximum(scale_max, MIN_SCALE), self.scale)
-        beta = jnp.exp2(self.m - m)
-        # Exactly 1 where nothing has changed.
-        alpha = beta * jnp.where(grown, self.scale / scale, 1.0)
-        return Softmax(m, self.l * across(beta, 8), scale), alpha
-
-    def add(self, p: jax.Array) -> "Softmax":
-        """Take the probabilities of a tile into the sums."""
-        parts = [p[:, i : i + 8] for i in range(0, p.shape[1], 8)]
-        while len(parts) > 1:
-            parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
-        return self._replace(l=self.l + parts[0])
-
-
 def _load_wg(cta: Cta) -> None:
     """Keep the ring of key tiles full, across the sequences."""
     config, gmem, smem, bar = cta.config, cta.gmem, cta.smem, cta.bar
@@ -112,7 +129,6 @@ def _load_wg(cta: Cta) -> None:
 
     def load_tile(piece: Piece, tile, stage):
         last_page = lax.div(piece.seq_len - 1, jnp.int32(config.page_size))
-        full_bar = bar.k_full.at[stage]
         for i in range(config.pages_per_tile):
             token = tile * BLOCK_KV + i * tokens_of_page
             # A page behind the sequence's end is replaced by its last one: entries there may be
@@ -128,7 +144,7 @@ def _load_wg(cta: Cta) -> None:
                 (gmem.rope.at[page, tokens], smem.k_rope.at[stage, into]),
                 (gmem.scale.at[page, scales], smem.k_scale.at[stage, i, scales_into]),
             ):
-                plgpu.copy_gmem_to_smem(source, target, full_bar)
+                plgpu.copy_gmem_to_smem(source, target, bar.k_full.at[stage])
 
     def run(seq, count):
         piece = cta.part.piece(seq)
@@ -136,9 +152,8 @@ def _load_wg(cta: Cta) -> None:
 
         def load(i, _):
             stage = cta.stage(count + i)
-            pl.when(count + i >= config.num_stages)(
-                lambda: plgpu.barrier_wait(bar.k_empty.at[stage])
-            )
+            empty = lambda: plgpu.barrier_wait(bar.k_empty.at[stage])
+            pl.when(count + i >= config.num_stages)(empty)
             # A last tile without a partner is loaded twice; no row sees the second.
             load_tile(piece, jnp.maximum(piece.end - 1 - i, piece.begin), stage)
             return ()
@@ -159,7 +174,7 @@ def _load_wg(cta: Cta) -> None:
 def _math_wg(wg: int, cta: Cta) -> None:
     """Scores and softmax of every other tile, and one half of the output's channels."""
     config, smem, bar = cta.config, cta.smem, cta.bar
-    interpret = cta.interpret
+    interpret, terms = cta.interpret, config.p_terms
     half = slice(wg * config.d_half, (wg + 1) * config.d_half)
     half_pairs = slice(half.start // 2, half.stop // 2)
     latent, pairs, _ = cta.views
@@ -184,18 +199,18 @@ def _math_wg(wg: int, cta: Cta) -> None:
             plgpu.barrier_wait(bar.k_full.at[own])
             s, v_scale = _scores(cta, own, piece.seq_len + index)
             s, v_scale = _mask(cta, s, v_scale, jnp.where(index < piece.tiles, live, 0))
-            _zero_dead_tokens(cta, own, live)
+            pl.when(live < BLOCK_KV)(lambda: _zero_dead_tokens(cta, own, live))
             row_max = s.max(axis=1) * factor
             scale_max = fp8.max_over_columns(v_scale, interpret=interpret)
             smem.row_max[wg] = row_max
             smem.scale_max[wg] = full((BLOCK_M,), 1.0, jnp.float32) * scale_max
             plgpu.barrier_arrive(bar.max_ready)
-            v_own = value(own)
+            v_own: Any = value(own) if terms == 1 else None
             plgpu.barrier_wait(bar.max_ready)
             row_max = jnp.maximum(row_max, plgpu.load(smem.row_max.at[1 - wg], layout=WGMMA_ROW))
             zero = jnp.int32(0) if interpret else opaque_zero(piece.seq_len + index)
             scale_max = jnp.maximum(scale_max, smem.scale_max[1 - wg + zero, 0])
-            softmax, alpha = softmax.follow(row_max, scale_max, config)
+            softmax, alpha = softmax.follow(row_max, scale_max, config.slack, config.scale_slack)
             smem.alpha[wg] = alpha
             p = jnp.exp2(s * across(factor, BLOCK_KV) - across(softmax.m, BLOCK_KV))
             softmax = softmax.add(p)
@@ -203,22 +218,15 @@ def _math_wg(wg: int, cta: Cta) -> None:
             v_scale = _token_scales(cta, own)[0] * (config.p_max / softmax.scale)
             v_scale = fp8.at_most(v_scale, E4M3_MAX, interpret=interpret)
             _publish(cta, wg, p * down(v_scale, BLOCK_M))
+            if v_own is None:  # there were no registers for it before
+                v_own = value(own)
             plgpu.barrier_wait(bar.k_full.at[other])
             v_other = value(other)
-
             accs = _rescale(cta, wg, accs)
             plgpu.barrier_wait(bar.p_ready)
-            p_t = lambda of, term: smem.p.at[
-                of * config.p_terms + term + zero, pl.ds(0, config.out_rows)
-            ].T
-            operands = [
-                [
-                    (v[parity], p_t(of, term))
-                    for v, of in ((v_own, wg), (v_other, 1 - wg))
-                    for term in range(config.p_terms)
-                ]
-                for parity in range(2)
-            ]
+            p_t = lambda i, j: smem.p.at[i * terms + j + zero, pl.ds(0, config.out_rows)].T
+            of = [(v, i, j) for v, i in ((v_own, wg), (v_other, 1 - wg)) for j in range(terms)]
+            operands = [[(v[parity], p_t(i, j)) for v, i, j in of] for parity in range(2)]
 
             def release():
                 # V is in registers: the stages are free, but the last ones, which the output needs.
@@ -232,17 +240,15 @@ def _math_wg(wg: int, cta: Cta) -> None:
         def live():
             factor = _quantise_queries(cta, wg, seq)
             accs = (full(accumulator, 0.0, jnp.float32),) * 2
-            carry = lax.fori_loop(
-                0, last_pair + 1, functools.partial(step, factor=factor), (accs, Softmax.start())
-            )
+            one, start = functools.partial(step, factor=factor), PairedSoftmax.start(BLOCK_M)
+            accs, softmax = lax.fori_loop(0, last_pair + 1, one, (accs, start))
             own, other = (cta.stage(count + 2 * last_pair + i) for i in (wg, 1 - wg))
-            _finish(cta, wg, cta.part.piece(seq), *carry, own)
+            _finish(cta, wg, cta.part.piece(seq), accs, softmax, own)
             plgpu.barrier_arrive(bar.k_empty.at[own])
             plgpu.barrier_arrive(bar.k_empty.at[other])
 
         def empty():
-            zero = (full(accumulator, 0.0, jnp.float32),) * 2
-            _store(cta, piece, half, zero, None)
+            _store(cta, piece, half, (full(accumulator, 0.0, jnp.float32),) * 2, None)
             if wg == 0:
                 _store_lse(cta, piece, full((BLOCK_M,), -jnp.inf, jnp.float32))
 
@@ -271,8 +277,8 @@ def _quantise_queries(cta: Cta, wg: int, seq) -> jax.Array:
     plgpu.barrier_wait(bar.q_max_ready)
 
     def scale_in(layout):
-        amax = [plgpu.load(smem.row_max.at[i], layout=layout) for i in range(2)]
-        return jnp.maximum(jnp.maximum(*amax) * (1 / E4M3_MAX), MIN_SCALE)
+        one, other = (plgpu.load(smem.row_max.at[i], layout=layout) for i in range(2))
+        return jnp.maximum(jnp.maximum(one, other) * (1 / E4M3_MAX), MIN_SCALE)
 
     if config.scale is None:
         # Its sign, or its being 0, goes into the queries: masked scores stay -inf.
@@ -301,26 +307,26 @@ def _scores(cta: Cta, stage, non_negative) -> tuple[jax.Array, jax.Array]:
     config, smem = cta.config, cta.smem
     latent, *_ = cta.views
     zero = jnp.int32(0) if cta.interpret else opaque_zero(non_negative)
-    scales = _token_scales(cta, stage)
     pairs = [
         (smem.q_latent.at[zero], latent.at[stage].T),
         (smem.q_rope.at[zero], smem.k_rope.at[stage].T),
     ]
-    groups = [[pair] for pair in pairs] if config.rope_has_scale else [pairs]
-    products = dots(groups, (BLOCK_M, BLOCK_KV), interpret=cta.interpret)
-    s = sum(x * down(scale, BLOCK_M) for x, scale in zip(products, scales, strict=True))
-    return s, scales[0]
+    if config.rope_has_scale:
+        groups = [[pair] for pair in pairs]
+        products = dots(groups, (BLOCK_M, BLOCK_KV), interpret=cta.interpret)
+        scales = _token_scales(cta, stage)  # there are no registers for them before
+    else:
+        scales = _token_scales(cta, stage)
+        products = dots([pairs], (BLOCK_M, BLOCK_KV), interpret=cta.interpret)
+    terms = [x * down(scale, BLOCK_M) for x, scale in zip(products, scales, strict=True)]
+    return functools.reduce(jnp.add, terms), scales[0]
 
 
 def _token_scales(cta: Cta, stage) -> tuple[jax.Array, ...]:
     """The scales of a tile's tokens: of the latent, and of the rope key if it has its own."""
     config = cta.config
-    return fp8.load_token_scales(
-        cta.smem.k_scale.at[stage],
-        config.page_tokens,
-        config.scales_per_token,
-        interpret=cta.interpret,
-    )
+    load = functools.partial(fp8.load_columns, per_row=config.page_tokens, interpret=cta.interpret)
+    return load(cta.smem.k_scale.at[stage], BLOCK_KV, kinds=config.scales_per_token)
 
 
 def _mask(cta: Cta, s, v_scale, limit) -> tuple[jax.Array, jax.Array]:
@@ -342,18 +348,10 @@ def _mask(cta: Cta, s, v_scale, limit) -> tuple[jax.Array, jax.Array]:
 def _zero_dead_tokens(cta: Cta, stage, live) -> None:
     """Zero the rows of the tile behind the sequence's end: what lies there may be NaN, and
     0 x NaN is NaN."""
-    latent, pairs, _ = cta.views
-    tile = latent if cta.interpret else pairs
-
-    @pl.when(live < BLOCK_KV)
-    def _():
-        columns = tile.shape[-1]
-        for column in range(0, columns, min(64, columns)):
-            ref = tile.at[stage, :, column : column + min(64, columns)]
-            values = plgpu.load(ref, layout=WGMMA)
-            row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=WGMMA)
-            ref[...] = jnp.where(row < live, values, jnp.zeros_like(values))
-        plgpu.commit_smem()
+    latent, *_ = cta.views
+    transforms = tiled(cta.config.d_latent, 1)
+    fp8.zero_rows(latent.at[stage], live, transforms, interpret=cta.interpret)
+    sync_warps(interpret=cta.interpret)
 
 
 def _publish(cta: Cta, wg: int, p: jax.Array) -> None:
@@ -370,43 +368,37 @@ def _publish(cta: Cta, wg: int, p: jax.Array) -> None:
 
 def _rescale(cta: Cta, wg: int, accs):
     """The output so far times alpha; left out where alpha is 1 for all rows, in all warps alike."""
-    rows = cta.smem.alpha.at[wg, pl.ds(0, cta.config.out_rows)]
-    alpha = plgpu.load(rows, layout=WGMMA_COLUMN)
+    alpha = _factors(cta, wg)
     scaled = lambda *accs: tuple(acc * down(alpha, acc.shape[0]) for acc in accs)
     needed = fp8.any_column_below_one(alpha, interpret=cta.interpret)
     return lax.cond(needed, scaled, lambda *accs: accs, *accs)
 
 
-def _finish(cta: Cta, wg: int, piece: Piece, accs, softmax: Softmax, stage) -> None:
+def _factors(cta: Cta, wg: int) -> jax.Array:
+    """What is in `alpha`, one value per row, for the columns of the output's accumulators."""
+    rows, columns = cta.smem.alpha.at[pl.ds(wg, 1)], cta.config.out_rows
+    return fp8.load_columns(rows, columns, interpret=cta.interpret)[0]
+
+
+def _finish(cta: Cta, wg: int, piece: Piece, accs, softmax: PairedSoftmax, stage) -> None:
     """Normalise and store this warpgroup's half of the output."""
-    config, smem, bar = cta.config, cta.smem, cta.bar
+    config, smem = cta.config, cta.smem
     half = slice(wg * config.d_half, (wg + 1) * config.d_half)
     l = softmax.l.sum(axis=1)
     smem.row_sum[wg] = l
-    plgpu.barrier_arrive(bar.sum_ready)
-    plgpu.barrier_wait(bar.sum_ready)
-    l = l + plgpu.load(smem.row_sum.at[1 - wg], layout=WGMMA_ROW)
-    empty = l == 0.0
-    safe = jnp.where(empty, 1.0, l)
-    inverse = jnp.where(empty, 0.0, 1.0 / safe)
-    lse2 = jnp.where(empty, -jnp.inf, softmax.m + jnp.log2(safe))
+    plgpu.barrier_arrive(cta.bar.sum_ready)
+    plgpu.barrier_wait(cta.bar.sum_ready)
+    inverse, lse2 = softmax.finish(l + plgpu.load(smem.row_sum.at[1 - wg], layout=WGMMA_ROW))
     if config.has_sink:
-        inverse = lax.cond(piece.whole, lambda: _with_sink(cta, inverse, lse2), lambda: inverse)
+        sink = plgpu.load(cta.gmem.sink.at[cta.padded_rows], layout=WGMMA_ROW, optimized=False)
+        inverse = lax.cond(piece.whole, lambda: with_sink(inverse, lse2, sink), lambda: inverse)
     if wg == 0:
         _store_lse(cta, piece, lse2)
     smem.alpha[wg] = inverse * (softmax.scale * (1 / config.p_max))
-    plgpu.commit_smem()
-    rows = smem.alpha.at[wg, pl.ds(0, config.out_rows)]
-    factor = plgpu.load(rows, layout=WGMMA_COLUMN)
+    sync_warps(interpret=cta.interpret)
+    factor = _factors(cta, wg)
     accs = tuple(acc * down(factor, acc.shape[0]) for acc in accs)
     _store(cta, piece, half, accs, stage)
-
-
-def _with_sink(cta: Cta, inverse: jax.Array, lse2: jax.Array) -> jax.Array:
-    """`inverse` with the sink's share taken off; 0 stays for rows without keys."""
-    sink = plgpu.load(cta.gmem.sink.at[cta.padded_rows], layout=WGMMA_ROW, optimized=False)
-    shared = inverse / (1.0 + jnp.exp2(sink * LOG2E - lse2))
-    return jnp.where(lse2 == -jnp.inf, 0.0, shared)
 
 
 def _store(cta: Cta, piece: Piece, half: slice, accs, stage: jax.Array | None) -> None:

@@ -23,7 +23,7 @@ from jax.experimental.mosaic.gpu import FragmentedArray
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 from pallas_kernels.hopper.inline import inline_mgpu
 from pallas_kernels.hopper.layouts import WGMMA, WGMMA_8BIT, WGMMA_COLUMN, WGMMA_ROW
@@ -139,17 +139,14 @@ def store_operand(ref: Any, values: jax.Array, transforms: Any, *, interpret: bo
         del ctx
         i8 = ir.IntegerType.get_signless(8)
         itemsize = mgpu_utils.bitwidth(values.mlir_dtype) // 8
-        _, column_tiles, tile_rows, tile_columns = ir.MemRefType(ref.type).shape
-        row_bytes = tile_columns * itemsize
-        tile_bytes = tile_rows * row_bytes
-        assert tile_rows == 8
+        row_tile_bytes, column_tile_bytes, row_bytes = _tile_strides(ref)
         warp, lane = _warp_and_lane()
         row = arith.muli(arith.shrui(lane, _const(2)), _const(row_bytes))
         # Chunks of 16 bytes trade places within a row, by the 128 bytes that the row lies in.
         swizzle = arith.andi(arith.shrui(row, _const(7)), _const(row_bytes // 16 - 1))
         swizzle = arith.muli(swizzle, _const(16))
         column = arith.muli(arith.andi(lane, _const(3)), _const(4 * itemsize))
-        tile = arith.muli(warp, _const(2 * column_tiles * tile_bytes))
+        tile = arith.muli(warp, _const(2 * row_tile_bytes))
         row = arith.addi(row, tile)
         registers = values.registers.reshape(values.shape[1] // 16, 2)
         base = mgpu_utils.memref_ptr(ref)
@@ -158,7 +155,7 @@ def store_operand(ref: Any, values: jax.Array, transforms: Any, *, interpret: bo
             place = arith.xori(arith.addi(column, _const(first)), swizzle)
             at = mgpu_utils.getelementptr(base, [arith.addi(row, place)], i8)
             for half in range(2):
-                offset = (half * column_tiles + column_tile) * tile_bytes
+                offset = half * row_tile_bytes + column_tile * column_tile_bytes
                 four = registers[group, half]
                 if itemsize == 1:  # LLVM has no such type
                     four = mgpu_utils.bitcast(four, ir.IntegerType.get_signless(32))
@@ -167,39 +164,38 @@ def store_operand(ref: Any, values: jax.Array, transforms: Any, *, interpret: bo
     store(ref, values)
 
 
-def load_token_scales(
-    ref: Any, tokens_per_page: int, per_token: int, *, interpret: bool
+def load_columns(
+    ref: Any, columns: int, *, per_row: int | None = None, kinds: int = 1, interpret: bool
 ) -> tuple[jax.Array, ...]:
-    """The scales of a tile's 64 tokens, each kind as one value per accumulator column.
+    """Values in shared memory, of one kind or two, as one of each per accumulator column.
 
-    `ref [pages, columns]` holds `per_token` (1 or 2) float32 of each token side by side.
+    `ref [rows, ...]` holds those of `per_row` columns in each row, the kinds side by side.
     """
+    per_row = columns if per_row is None else per_row
     if interpret:
-        values = ref[...][:, : tokens_per_page * per_token].reshape(64, per_token)
-        return tuple(values[:, i] for i in range(per_token))
-    page_stride = ref.shape[1]
-    result = plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=WGMMA_COLUMN)
+        values = ref[...][:, : per_row * kinds].reshape(columns, kinds)
+        return tuple(values[:, i] for i in range(kinds))
+    row_stride = ref.shape[1]
+    result = plgpu.ShapeDtypeStruct((columns,), jnp.float32, layout=WGMMA_COLUMN)
 
-    @inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(result,) * per_token)
+    @inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(result,) * kinds)
     def load(ctx, ref):
         del ctx
         f32 = ir.F32Type.get()
-        loaded = ir.VectorType.get((2 * per_token,), f32)
+        loaded = ir.VectorType.get((2 * kinds,), f32)
         layout = WGMMA_COLUMN.to_mgpu()
         _, lane = _warp_and_lane()
-        mine = arith.muli(arith.andi(lane, _const(3)), _const(2 * per_token))
+        mine = arith.muli(arith.andi(lane, _const(3)), _const(2 * kinds))
         first = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [mine], f32)
-        out = [np.empty(layout.registers_shape((64,)), dtype=object) for _ in range(per_token)]
-        for group in range(8):
-            page, token = divmod(8 * group, tokens_per_page)
-            at = [page * page_stride + token * per_token]
+        out = [np.empty(layout.registers_shape((columns,)), dtype=object) for _ in range(kinds)]
+        for group in range(columns // 8):
+            row, column = divmod(8 * group, per_row)
+            at = [row * row_stride + column * kinds]
             values = llvm.load(loaded, mgpu_utils.getelementptr(first, at, f32))
-            for kind in range(per_token):
-                pair = [_extract(values, i * per_token + kind) for i in range(2)]
+            for kind in range(kinds):
+                pair = [_extract(values, i * kinds + kind) for i in range(2)]
                 out[kind].flat[group] = vector.from_elements(ir.VectorType.get((2,), f32), pair)
-        return tuple(
-            FragmentedArray(_registers=x, _layout=layout, _is_signed=None) for x in out
-        )
+        return tuple(FragmentedArray(_registers=x, _layout=layout, _is_signed=None) for x in out)
 
     return load(ref)
 
@@ -221,9 +217,7 @@ def max_over_columns(values: jax.Array, *, interpret: bool) -> jax.Array:
         del ctx
         scalars = [_extract(pair, i) for pair in values.registers.flat for i in range(2)]
         while len(scalars) > 1:
-            scalars = [
-                arith.maxnumf(scalars[i], scalars[i + 1]) for i in range(0, len(scalars), 2)
-            ]
+            scalars = [arith.maxnumf(scalars[i], scalars[i + 1]) for i in range(0, len(scalars), 2)]
         largest = scalars[0]
         for distance in (1, 2):
             largest = arith.maxnumf(largest, mgpu_utils.shfl_bfly(largest, distance))
@@ -318,6 +312,46 @@ def keep_columns(
     return keep(tile, values, row_limit, limit)
 
 
+def zero_rows(ref: Any, first: jax.Array, transforms: Any, *, interpret: bool) -> None:
+    """Zero the rows from `first` on of an e4m3 tile of 64 rows in shared memory."""
+    if interpret:
+        values = ref[...]
+        row = lax.broadcasted_iota(jnp.int32, values.shape, 0)
+        ref[...] = jnp.where(row < first, values, jnp.zeros_like(values))
+        return
+
+    @inline_mgpu(arg_types=(plgpu.RefType(transforms), plgpu.Layout.WG_SPLAT(())))
+    def zero(ctx, ref, first):
+        # Two threads a row. Swizzling only changes places within the 128 bytes of a row.
+        del ctx
+        i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
+        row_tile_bytes, column_tile_bytes, row_bytes = _tile_strides(ref)
+        column_tiles = ir.MemRefType(ref.type).shape[1]
+        warp, lane = _warp_and_lane()
+        thread = arith.addi(arith.muli(warp, _const(32)), lane)
+        row, half = arith.shrui(thread, _const(1)), arith.andi(thread, _const(1))
+        at = arith.addi(
+            arith.muli(arith.shrui(row, _const(3)), _const(row_tile_bytes)),
+            arith.muli(arith.andi(row, _const(7)), _const(row_bytes)),
+        )
+        at = arith.addi(at, arith.muli(half, _const(row_bytes // 2)))
+        place = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [at], i8)
+        four = ir.VectorType.get((4,), i32)
+        zeros = arith.constant(
+            four, ir.DenseElementsAttr.get_splat(four, ir.IntegerAttr.get(i32, 0))
+        )
+        dead = arith.cmpi(arith.CmpIPredicate.sge, row, first.registers.flat[0])
+        branch = scf.IfOp(dead)
+        with ir.InsertionPoint(branch.then_block):
+            for tile in range(column_tiles):
+                for chunk in range(0, row_bytes // 2, 16):
+                    offset = tile * column_tile_bytes + chunk
+                    llvm.store(zeros, mgpu_utils.getelementptr(place, [offset], i8))
+            scf.yield_([])
+
+    zero(ref, first)
+
+
 def store_transposed(ref: Any, even: jax.Array, odd: jax.Array, *, interpret: bool) -> None:
     """Store `[columns / 2, rows]` accumulator tiles of the even and the odd columns, of the
     ref's dtype, as its `[rows, columns]`, in global memory."""
@@ -359,8 +393,8 @@ def stage_transposed(
     def store(ctx, ref, even, odd):
         del ctx
         i8 = ir.IntegerType.get_signless(8)
-        _, column_tiles, tile_rows, _ = ir.MemRefType(ref.type).shape
-        assert tile_rows == 8
+        row_tile_bytes, column_tile_bytes, row_bytes = _tile_strides(ref)
+        assert row_bytes == 128
         warp, lane = _warp_and_lane()
         row = arith.muli(arith.andi(lane, _const(3)), _const(2))  # + 1 for the second word
         # Bytes: 4 a pair, 32 pairs a row of 128 bytes, two warps' 16 pairs each.
@@ -368,7 +402,7 @@ def stage_transposed(
             arith.muli(arith.andi(warp, _const(1)), _const(64)),
             arith.muli(arith.shrui(lane, _const(2)), _const(4)),
         )
-        tile = arith.muli(arith.shrui(warp, _const(1)), _const(1024))
+        tile = arith.muli(arith.shrui(warp, _const(1)), _const(column_tile_bytes))
         base = mgpu_utils.memref_ptr(ref)
         firsts = {}
         for half, i in np.ndindex(2, 2):
@@ -378,7 +412,7 @@ def stage_transposed(
             at = arith.addi(tile, arith.addi(arith.muli(at_row, _const(128)), column))
             firsts[half, i] = mgpu_utils.getelementptr(base, [at], i8)
         for (block, group, half), words in _words(even, odd):
-            offset = 1024 * (group * column_tiles + 2 * block)
+            offset = group * row_tile_bytes + 2 * block * column_tile_bytes
             for i, word in enumerate(words):
                 llvm.store(word, mgpu_utils.getelementptr(firsts[half, i], [offset], i8))
 
@@ -393,19 +427,29 @@ def _words(even: FragmentedArray, odd: FragmentedArray):
     """For every register: its place, and for both of its columns the pair of an even and an odd
     value."""
     blocks, groups = even.shape[0] // 64, even.shape[1] // 8
-    evens, odds = (x.registers.reshape(blocks, groups, 2) for x in (even, odd))
+    evens, odds = ([*x.registers.reshape(-1)] for x in (even, odd))
     pair_type = ir.VectorType.get((2,), even.mlir_dtype)
     i32 = ir.IntegerType.get_signless(32)
-    for at in np.ndindex(evens.shape):
+    for at, pair in zip(np.ndindex(blocks, groups, 2), zip(evens, odds, strict=True), strict=True):
         if mgpu_utils.bitwidth(even.mlir_dtype) == 32:
             words = [
-                vector.from_elements(pair_type, [_extract(x[at], i) for x in (evens, odds)])
-                for i in range(2)
+                vector.from_elements(pair_type, [_extract(x, i) for x in pair]) for i in range(2)
             ]
         else:
-            low, high = (mgpu_utils.bitcast(x[at], i32) for x in (evens, odds))
+            low, high = (mgpu_utils.bitcast(x, i32) for x in pair)
             words = [mgpu_utils.prmt(low, high, _const(c)) for c in (0x5410, 0x7632)]
         yield at, words
+
+
+def _tile_strides(ref: ir.Value) -> tuple[int, int, int]:
+    """Of a tiled matrix in shared memory, in bytes: from 8 rows to the next 8, from one tile of
+    columns to the next, and from row to row of a tile."""
+    matrix = ir.MemRefType(ref.type)
+    itemsize = mgpu_utils.bitwidth(matrix.element_type) // 8
+    strides, _ = matrix.get_strides_and_offset()
+    assert matrix.shape[2] == 8 and strides[2:] == [matrix.shape[3], 1]
+    row_tile, column_tile, row, _ = (stride * itemsize for stride in strides)
+    return row_tile, column_tile, row
 
 
 def _const(value: int) -> ir.Value:
@@ -413,7 +457,7 @@ def _const(value: int) -> ir.Value:
     return arith.constant(i32, ir.IntegerAttr.get(i32, value))
 
 
-def _extract(values: ir.Value, i: int) -> ir.Value:
+def _extract(values: Any, i: int) -> ir.Value:
     position = ir.DenseI64ArrayAttr.get([i])
     return vector.extract(values, dynamic_position=[], static_position=position)
 
@@ -424,8 +468,6 @@ def _warp_and_lane() -> tuple[ir.Value, ir.Value]:
     Read anew each time: what is made of it would be hoisted out of all loops, and spilled.
     """
     i32 = ir.IntegerType.get_signless(32)
-    thread = mgpu_utils.inline_ptx(
-        "mov.u32 $0, %tid.x;", result_types=i32, has_side_effects=True
-    )
+    thread = mgpu_utils.inline_ptx("mov.u32 $0, %tid.x;", result_types=i32, has_side_effects=True)
     thread = arith.andi(thread, _const(127))
     return arith.shrui(thread, _const(5)), arith.andi(thread, _const(31))

@@ -43,6 +43,19 @@ def warp_any_below_one(ctx, values):
     return FragmentedArray.splat(vote, (), is_signed=False)
 
 
+def sync_warps(*, interpret: bool) -> None:
+    """Let the four warps of a warpgroup, which the simulated GPU takes for one thread, meet."""
+    if interpret:
+        return
+
+    @inline_mgpu(arg_types=())
+    def sync(ctx):
+        del ctx
+        mgpu_utils.warpgroup_barrier()
+
+    sync()
+
+
 def store_rows(ref, tile: jax.Array, rows: int, *, interpret: bool) -> None:
     """Store the first `rows` rows of an accumulator tile to global memory; `ref` has just those."""
     if interpret:

@@ -81,7 +81,8 @@ def add_dots(
     work.
     """
     if interpret:
-        products = lambda: [dot(pairs, accs[0].shape, interpret=True) for pairs in operands]
+        rows, columns = accs[0].shape
+        products = lambda: [dot(pairs, (rows, columns), interpret=True) for pairs in operands]
         return tuple(map(jnp.add, accs, _in_flight(products, after_issue)))
 
     def issue(acc_refs):
