@@ -156,9 +156,8 @@ def _load_wg(cta: Cta) -> None:
             pl.when(count + i >= config.num_stages)(empty)
             # A last tile without a partner is loaded twice; no row sees the second.
             load_tile(piece, jnp.maximum(piece.end - 1 - i, piece.begin), stage)
-            return ()
 
-        lax.fori_loop(0, loads, load, ())
+        lax.fori_loop(0, loads, load, None)
         return count + loads
 
     count = cta.part.each_sequence(run, jnp.int32(0))
@@ -390,7 +389,7 @@ def _finish(cta: Cta, wg: int, piece: Piece, accs, softmax: PairedSoftmax, stage
     plgpu.barrier_wait(cta.bar.sum_ready)
     inverse, lse2 = softmax.finish(l + plgpu.load(smem.row_sum.at[1 - wg], layout=WGMMA_ROW))
     if config.has_sink:
-        sink = plgpu.load(cta.gmem.sink.at[cta.padded_rows], layout=WGMMA_ROW, optimized=False)
+        sink = fp8.load_row_values(cta.gmem.sink.at[cta.padded_rows], interpret=cta.interpret)
         inverse = lax.cond(piece.whole, lambda: with_sink(inverse, lse2, sink), lambda: inverse)
     if wg == 0:
         _store_lse(cta, piece, lse2)
@@ -433,14 +432,15 @@ def _store(cta: Cta, piece: Piece, half: slice, accs, stage: jax.Array | None) -
 
 def _store_lse(cta: Cta, piece: Piece, lse2: jax.Array) -> None:
     """Store the log-sum-exp: natural for a whole sequence, else base 2, for the combine."""
+    store = functools.partial(fp8.store_row_values, interpret=cta.interpret)
 
     @pl.when(piece.whole)
     def _():
-        cta.gmem.lse[piece.seq, cta.padded_rows] = lse2 * LN2
+        store(cta.gmem.lse.at[piece.seq, cta.padded_rows], lse2 * LN2)
 
     @pl.when(jnp.logical_not(piece.whole))
     def _():
-        cta.gmem.partial_lse2[piece.slot, cta.padded_rows] = lse2
+        store(cta.gmem.partial_lse2.at[piece.slot, cta.padded_rows], lse2)
 
 
 ROLES = (functools.partial(_math_wg, 0), functools.partial(_math_wg, 1), _load_wg)

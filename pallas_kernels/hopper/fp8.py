@@ -200,6 +200,39 @@ def load_columns(
     return load(ref)
 
 
+def load_row_values(ref: Any, *, interpret: bool) -> jax.Array:
+    """64 float32 in global memory, as one value per accumulator row."""
+    if interpret:
+        return ref[...]
+    result = plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=WGMMA_ROW)
+
+    @inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def load(ctx, ref):
+        del ctx
+        one, layout = ir.VectorType.get((1,), ir.F32Type.get()), WGMMA_ROW.to_mgpu()
+        registers = np.empty(layout.registers_shape((64,)), dtype=object)
+        for half, at in enumerate(_row_places(ref)):
+            registers.flat[half] = llvm.load(one, at)
+        return FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return load(ref)
+
+
+def store_row_values(ref: Any, values: jax.Array, *, interpret: bool) -> None:
+    """The inverse of `load_row_values`."""
+    if interpret:
+        ref[...] = values
+        return
+
+    @inline_mgpu(arg_types=(plgpu.RefType(), WGMMA_ROW))
+    def store(ctx, ref, values):
+        del ctx
+        for value, at in zip(values.registers.flat, _row_places(ref), strict=True):
+            llvm.store(value, at)
+
+    store(ref, values)
+
+
 def max_over_columns(values: jax.Array, *, interpret: bool) -> jax.Array:
     """The largest of one value per accumulator column.
 
@@ -439,6 +472,15 @@ def _words(even: FragmentedArray, odd: FragmentedArray):
             low, high = (mgpu_utils.bitcast(x, i32) for x in pair)
             words = [mgpu_utils.prmt(low, high, _const(c)) for c in (0x5410, 0x7632)]
         yield at, words
+
+
+def _row_places(ref: ir.Value) -> list[ir.Value]:
+    """The addresses of this thread's accumulator rows in 64 float32."""
+    warp, lane = _warp_and_lane()
+    row = arith.addi(arith.muli(warp, _const(16)), arith.shrui(lane, _const(2)))
+    f32 = ir.F32Type.get()
+    first = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [row], f32)
+    return [first, mgpu_utils.getelementptr(first, [8], f32)]
 
 
 def _tile_strides(ref: ir.Value) -> tuple[int, int, int]:

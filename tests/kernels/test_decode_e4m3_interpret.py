@@ -156,11 +156,10 @@ def test_tokens_of_very_different_scale(monkeypatch):
     """The scale that all are relative to rises and rises; the smallest tokens still count."""
     sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
     case = decode_case((700,), "fp8_token", **sizes)
-    token = np.full(case.cache.scale.shape, np.nan, np.float32).reshape(-1, 1)
-    token[case.live] = 10.0 ** -np.linspace(0, 3, 700)[:, None]
-    cache = dataclasses.replace(
-        case.cache, scale=case.cache.scale * token.reshape(case.cache.scale.shape)
-    )
+    scale = np.array(case.cache.scale).reshape(-1)
+    scale[case.live] *= 10.0 ** -np.linspace(0, 3, 700, dtype=np.float32)
+    scale = jnp.asarray(scale.reshape(case.cache.scale.shape))
+    cache = dataclasses.replace(case.cache, scale=scale)
     simulate(dataclasses.replace(case, cache=cache), 1, monkeypatch)
 
 
