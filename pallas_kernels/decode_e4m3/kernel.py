@@ -24,11 +24,11 @@ Timeline of a pair, time running down, mma_wg0 and mma_wg1 alike (tile 0 and 1 o
     (two pairs in flight)       max of S, of the scales    <-max_ready->   (the other's maxima)
                                 V^T of the own tile to registers, meanwhile
                                 P = exp2(S - m), to e4m3 and shared memory
+                                O^T *= alpha if below 1; issue O^T += V^T P^T of the own tile
+                                V^T of the other tile to registers, meanwhile
                                                            <-p_ready->     (the other's P)
-                                V^T of the other tile to registers; O^T *= alpha if any is below 1
-                                issue O^T += V^T P^T of both tiles
-                  <-k_empty-    both stages released, meanwhile
-                                wait for O^T
+                                issue O^T += V^T P^T of the other tile
+                  <-k_empty-    both stages released, meanwhile; wait for O^T
 
 Shared memory (fp8_token, d_latent 512, d_rope 64, page 64, 1 term of P):
 
@@ -60,8 +60,7 @@ Barriers (arrivals x count per phase; each waiter waits for every phase):
     p_ready      p; row_max, scale_max read               mma_wg0, mma_wg1 x 1   mma_wg0, mma_wg1
     sum_ready    row_sum; the last stages read            mma_wg0, mma_wg1 x 1   mma_wg0, mma_wg1
 
-Both math warpgroups arrive at and wait for each of the last five, in the same order: what one warp
-does after such a meeting comes after all that any of the eight did before it.
+Both math warpgroups arrive at and wait for the last five, in one order: they are meetings of all.
 """
 
 import dataclasses
@@ -204,7 +203,7 @@ def _math_wg(wg: int, cta: Cta) -> None:
             smem.row_max[wg] = row_max
             smem.scale_max[wg] = full((BLOCK_M,), 1.0, jnp.float32) * scale_max
             plgpu.barrier_arrive(bar.max_ready)
-            v_own: Any = value(own) if terms == 1 else None
+            v_own: Any = value(own) if terms == 1 else None  # else there are no registers for it
             plgpu.barrier_wait(bar.max_ready)
             row_max = jnp.maximum(row_max, plgpu.load(smem.row_max.at[1 - wg], layout=WGMMA_ROW))
             zero = jnp.int32(0) if interpret else opaque_zero(piece.seq_len + index)
@@ -217,15 +216,16 @@ def _math_wg(wg: int, cta: Cta) -> None:
             v_scale = _token_scales(cta, own)[0] * (config.p_max / softmax.scale)
             v_scale = fp8.at_most(v_scale, E4M3_MAX, interpret=interpret)
             _publish(cta, wg, p * down(v_scale, BLOCK_M))
-            if v_own is None:  # there were no registers for it before
-                v_own = value(own)
-            plgpu.barrier_wait(bar.k_full.at[other])
-            v_other = value(other)
+            v_own = value(own) if v_own is None else v_own
             accs = _rescale(cta, wg, accs)
-            plgpu.barrier_wait(bar.p_ready)
             p_t = lambda i, j: smem.p.at[i * terms + j + zero, pl.ds(0, config.out_rows)].T
-            of = [(v, i, j) for v, i in ((v_own, wg), (v_other, 1 - wg)) for j in range(terms)]
-            operands = [[(v[parity], p_t(i, j)) for v, i, j in of] for parity in range(2)]
+            operands = lambda v, i: [[(x, p_t(i, j)) for j in range(terms)] for x in v]
+
+            def load_other():
+                plgpu.barrier_wait(bar.k_full.at[other])
+                v_other = value(other)
+                plgpu.barrier_wait(bar.p_ready)
+                return operands(v_other, 1 - wg)
 
             def release():
                 # V is in registers: the stages are free, but the last ones, which the output needs.
@@ -233,8 +233,8 @@ def _math_wg(wg: int, cta: Cta) -> None:
                 plgpu.barrier_arrive(bar.k_empty.at[own], predicate=pair < last_pair)
                 plgpu.barrier_arrive(bar.k_empty.at[other], predicate=pair < last_pair)
 
-            accs = add_dots(accs, operands, interpret=interpret, after_issue=release)
-            return accs, softmax
+            add = functools.partial(add_dots, interpret=interpret, after_issue=release)
+            return add(accs, operands(v_own, wg), between=load_other), softmax
 
         def live():
             factor = _quantise_queries(cta, wg, seq)

@@ -19,6 +19,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 Accumulator: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 Operand = Any
 """A shared-memory ref, or (left operand only) an array in registers."""
+Operands = Sequence[Sequence[tuple[Operand, Operand]]]
+"""Pairs of factors, for each of several accumulators."""
 
 
 def opaque_zero(non_negative: jax.Array) -> jax.Array:
@@ -49,7 +51,7 @@ def dot(
 
 
 def dots(
-    operands: Sequence[Sequence[tuple[Operand, Operand]]],
+    operands: Operands,
     shape: tuple[int, int],
     *,
     interpret: bool,
@@ -69,26 +71,41 @@ def dots(
 
 def add_dots(
     accs: tuple[jax.Array, ...],
-    operands: Sequence[Sequence[tuple[Operand, Operand]]],
+    operands: Operands,
     *,
     interpret: bool,
+    between: Callable[[], Operands] | None = None,
     after_issue: Callable[[], None] | None = None,
 ) -> tuple[jax.Array, ...]:
     """Each of `accs` plus the sum of `a @ b` over its operand pairs, waiting for the results.
 
     All are issued before any is waited for, the accumulators by turns: with `a` in registers, none
-    of those registers may be made in between (C7513). `after_issue` runs while the tensor cores
-    work.
+    of those registers may be made in between (C7513). So `between`, which runs while the tensor
+    cores work on these, gives operands that are multiplied when they are done. `after_issue` runs
+    while the tensor cores work on the last.
     """
     if interpret:
         rows, columns = accs[0].shape
-        products = lambda: [dot(pairs, (rows, columns), interpret=True) for pairs in operands]
-        return tuple(map(jnp.add, accs, _in_flight(products, after_issue)))
+        multiply = lambda operands: [
+            dot(pairs, (rows, columns), interpret=True) for pairs in operands
+        ]
+        if between is not None:
+            more = []
+            products = _in_flight(lambda: multiply(operands), lambda: more.extend(between()))
+            accs, operands = tuple(map(jnp.add, accs, products)), more
+        return tuple(map(jnp.add, accs, _in_flight(lambda: multiply(operands), after_issue)))
 
     def issue(acc_refs):
-        for pairs in zip(*operands, strict=True):
-            for acc_ref, (a, b) in zip(acc_refs, pairs, strict=True):
-                plgpu.wgmma(acc_ref, a, b)
+        def multiply(operands):
+            for pairs in zip(*operands, strict=True):
+                for acc_ref, (a, b) in zip(acc_refs, pairs, strict=True):
+                    plgpu.wgmma(acc_ref, a, b)
+
+        multiply(operands)
+        if between is not None:
+            more = between()
+            plgpu.wgmma_wait(0)
+            multiply(more)
         if after_issue is not None:
             after_issue()
 
