@@ -56,7 +56,7 @@ def measure_row(
         function, arguments, comparison, dtype = _absorbed(shape, args, implementation, say)
     call = lambda: function(*arguments)
     # The expanded form rounds keys and values per head to 16 bits: other limits hold for it.
-    fault = comparison.fault(dtype) if implementation != baselines.NAME else ""
+    fault = comparison.fault(dtype, format) if implementation != baselines.NAME else ""
     if comparison.max_err != comparison.max_err or comparison.cos > 1e-3:
         fault = fault or f"the cosine term is {comparison.cos:.3g}"
     if fault:
@@ -108,7 +108,7 @@ def _absorbed(shape: Shape, args: inputs.Inputs, implementation: str, say):
     found = jax.block_until_ready(decode(checked, plan))
     say("checking")
     chosen, some = inputs.some_sequences(checked)
-    comparison = inputs.compare(found[chosen], inputs.expected(*some))
+    comparison = inputs.compare(found[chosen], inputs.expected(*some), args.cache.format)
     return decode, (args, plan), comparison, found.dtype.name
 
 

@@ -16,7 +16,11 @@ from mla_jax import LatentCache
 from pallas_kernels import decode
 from pallas_kernels.cache_append import entry as cache_append
 from pallas_kernels.decode_dense.config import Config
+from pallas_kernels.decode_e4m3 import entry as e4m3_entry
+from pallas_kernels.decode_e4m3.config import CACHE_FORMATS
+from pallas_kernels.decode_e4m3.config import Config as E4m3Config
 from pallas_kernels.formats import FORMATS, unscaled_format
+from pallas_kernels.hopper.plan import divide
 
 BATCH, PAGES, TABLE = 4, 64, 16
 SCALE = 0.1
@@ -158,7 +162,88 @@ class CacheAppend:
         return cache, rows(self.d_latent + d_rope), slots, weight, *tables
 
 
-Variant = DecodeDense | CacheAppend
+@dataclasses.dataclass(frozen=True)
+class DecodeE4m3:
+    """`mla_decode` on an fp8 cache in e4m3 products: attention and combine.
+
+    With `p_terms` other than 1, which the public function does not take, attention alone.
+    """
+
+    cache_format: str = "fp8_token"
+    dtype: str = "bfloat16"
+    h: int = 128
+    s_q: int = 1
+    page_size: int = 64
+    causal: bool = True
+    has_sink: bool = False
+    d_latent: int = 512
+    d_rope: int = 64
+    run_scale: bool = False
+    """`scale` is traced."""
+    p_terms: int = 1
+
+    kernel = "decode_e4m3"
+
+    def __str__(self) -> str:
+        flags = ("causal" if self.causal else "full") + (" sink" if self.has_sink else "")
+        flags += " traced scale" if self.run_scale else ""
+        flags += f" {self.p_terms} terms" if self.p_terms > 1 else ""
+        return (
+            f"{self.cache_format} {self.dtype} {self.h}x{self.s_q} {self.d_latent}+{self.d_rope} "
+            f"page {self.page_size} {flags}"
+        )
+
+    @property
+    def config(self) -> E4m3Config:
+        return E4m3Config(
+            cache_format=self.cache_format,
+            dtype=self.dtype,
+            d_latent=self.d_latent,
+            d_rope=self.d_rope,
+            page_size=self.page_size,
+            num_heads=self.h,
+            q_len=self.s_q,
+            causal=self.causal,
+            has_sink=self.has_sink,
+            scale=None if self.run_scale else SCALE,
+            p_terms=self.p_terms,
+        )
+
+    def declared(self) -> tuple[Declared, ...]:
+        """In the order of the kernels."""
+        config = self.config
+        attention = Declared(self.kernel, config.smem_bytes(), config.spill_bytes)
+        return (attention, Declared("combine", 0, 0)) if self.p_terms == 1 else (attention,)
+
+    def function(self) -> Callable[..., Any]:
+        if self.p_terms == 1:
+            return functools.partial(_decode_dense, self.causal)
+        return functools.partial(_attention_alone, self.config)
+
+    def arguments(self, array: Callable[[tuple[int, ...], Any], Any]) -> tuple[Any, ...]:
+        """The arguments of `function`, made by `array(shape, dtype)`."""
+        stored = FORMATS[self.cache_format]
+        q = lambda d: array((BATCH, self.s_q, self.h, d), self.dtype)
+        pages = lambda d, dtype: array((PAGES, self.page_size, d), dtype)
+        cache = LatentCache(
+            pages(self.d_latent, stored.latent_dtype),
+            pages(self.d_rope, stored.rope_dtype),
+            pages(stored.num_scales(self.d_latent), jnp.float32),
+            self.cache_format,
+        )
+        sink = array((self.h,), jnp.float32) if self.has_sink else None
+        table, lens = array((BATCH, TABLE), jnp.int32), array((BATCH,), jnp.int32)
+        scale = array((), jnp.float32) if self.run_scale else None
+        return q(self.d_latent), q(self.d_rope), cache, table, lens, sink, scale
+
+
+def _attention_alone(config, q_latent, q_rope, cache, block_table, seq_lens, sink, scale):
+    parts = divide(seq_lens, rows=config.rows)
+    arrays = q_latent, q_rope, cache, block_table, seq_lens, parts
+    return e4m3_entry.launch(config, *arrays, run_scale=scale, attn_sink=sink)[:4]
+
+
+Variant = DecodeDense | DecodeE4m3 | CacheAppend
 
 HEADS = ((128, 1), (128, 2), (64, 1), (32, 1), (16, 1), (16, 4), (8, 1), (1, 1), (24, 3))
 
@@ -174,6 +259,14 @@ def few() -> list[Variant]:
         DecodeDense(f16, h=8, s_q=4, page_size=32, has_sink=True, d_latent=256, d_rope=32),
         DecodeDense(h=24, s_q=3, page_size=128, d_rope=32),
         DecodeDense(h=1, page_size=16, d_latent=256),
+        DecodeE4m3(),
+        DecodeE4m3("fp8_full"),
+        DecodeE4m3(h=16, s_q=4, run_scale=True),
+        DecodeE4m3("fp8_full", f16, h=16, has_sink=True, page_size=128),
+        DecodeE4m3(h=128, s_q=2, has_sink=True, page_size=16, causal=False, p_terms=2),
+        DecodeE4m3("fp8_full", h=8, s_q=4, page_size=32, has_sink=True, d_latent=256, d_rope=32),
+        DecodeE4m3(h=24, s_q=3, page_size=128, d_rope=32, p_terms=2),
+        DecodeE4m3("fp8_full", h=1, page_size=16, d_latent=256),
         *(CacheAppend(format) for format in FORMATS),
         CacheAppend("fp8_full", "float32", d_latent=256),
         CacheAppend("bf16", "float16", rope=("halves", "halves")),
@@ -197,6 +290,19 @@ def every() -> list[Variant]:
             ("bfloat16", "float16"), (16, 32, 64, 128), (512, 256), (64, 32)
         )
     ]
+    e4m3_heads = [
+        DecodeE4m3(cache_format, h=h, s_q=s_q, causal=causal, has_sink=sink)
+        for cache_format, (h, s_q), sink in itertools.product(CACHE_FORMATS, HEADS, (False, True))
+        for causal in ((True, False) if s_q > 1 else (True,))
+    ]
+    e4m3_sizes = [
+        DecodeE4m3(
+            cache_format, page_size=page_size, d_latent=d_latent, d_rope=d_rope, p_terms=p_terms
+        )
+        for cache_format, page_size, d_latent, d_rope, p_terms in itertools.product(
+            CACHE_FORMATS, (16, 32, 64, 128), (512, 256), (64, 32), (1, 2)
+        )
+    ]
     orders = ("interleaved", "halves")
     ropes = (None, *((pairs, order) for pairs in orders for order in orders))
     appends = [
@@ -204,4 +310,4 @@ def every() -> list[Variant]:
         for format, d_latent, rope in itertools.product(FORMATS, (512, 256), ropes)
         for dtype in ("bfloat16", "float16", "float32")
     ]
-    return list(dict.fromkeys([*few(), *heads, *sizes, *appends]))
+    return list(dict.fromkeys([*few(), *heads, *sizes, *e4m3_heads, *e4m3_sizes, *appends]))

@@ -11,12 +11,15 @@ from jax.custom_batching import sequential_vmap
 from pallas_kernels.combine.kernel import merge
 from pallas_kernels.decode_dense import entry
 from pallas_kernels.decode_dense.config import Config
+from pallas_kernels.decode_e4m3 import entry as e4m3_entry
+from pallas_kernels.decode_e4m3.config import CACHE_FORMATS as E4M3_FORMATS
+from pallas_kernels.decode_e4m3.config import Config as E4m3Config
 from pallas_kernels.errors import Unsupported
 from pallas_kernels.hopper.device import num_sms
 from pallas_kernels.hopper.plan import divide
 from pallas_kernels.hopper.row_tiles import untile
 
-FORMATS = ("bf16", "f16")
+FORMATS = ("bf16", "f16", *E4M3_FORMATS)
 
 
 def mla_decode(
@@ -40,7 +43,8 @@ def mla_decode(
     """
     if cache.format not in FORMATS:
         raise Unsupported(f"takes a cache in {' or '.join(FORMATS)}, this one is {cache.format}")
-    if q_latent.dtype != cache.latent.dtype:
+    in_e4m3 = cache.format in E4M3_FORMATS
+    if not in_e4m3 and q_latent.dtype != cache.latent.dtype:
         raise Unsupported(
             f"takes queries of the cache's dtype, {cache.latent.dtype}, these are {q_latent.dtype}"
         )
@@ -49,7 +53,8 @@ def mla_decode(
     _, q_len, num_heads, d_latent = q_latent.shape
     # A positive number is compiled in; anything else costs the kernel a product per score.
     is_number = not isinstance(scale, jax.Array) and 0.0 < float(scale) < math.inf
-    config = Config(
+    make = functools.partial(E4m3Config, cache_format=cache.format) if in_e4m3 else Config
+    config = make(
         dtype=str(q_latent.dtype),
         d_latent=d_latent,
         d_rope=q_rope.shape[-1],
@@ -78,9 +83,10 @@ def mla_decode(
     return (out, lse) if return_lse else out
 
 
-def _attend(config: Config, interpret: Any, *arrays: Any):
+def _attend(config: Any, interpret: Any, *arrays: Any):
     q_latent, q_rope, cache, block_table, seq_lens, parts, attn_sink, run_scale = arrays
-    out, lse, partial, partial_lse2, sink = entry.launch(
+    kernel = e4m3_entry if cache.format in E4M3_FORMATS else entry
+    out, lse, partial, partial_lse2, sink = kernel.launch(
         config,
         q_latent,
         q_rope,

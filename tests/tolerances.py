@@ -45,6 +45,9 @@ OUT = {
 }
 """Decode, dense and sparse, by the dtype of the output."""
 LSE = Tolerance(1e-6, 8.01 / 65536)
+E4M3_OUT = Tolerance(8e-3, 0, 5e-4)
+E4M3_LSE = Tolerance(1e-2, 0)
+E4M3_TWO_TERMS_OUT = Tolerance(8e-4, 2.01 / 128, 1e-5)
 PREFILL_OUT = {
     "bfloat16": Tolerance(1e-3, 8.01 / 128, 7e-6),
     "float32": Tolerance(2e-6, 1e-5, 1e-11),

@@ -65,8 +65,8 @@ def write(
             cache, that array is given as `[..., channels / 2, 2]`.
         interpret: simulate the GPU.
     """
-    # As in the combine kernel: in a loop over stacked caches XLA would let the kernel read and write
-    # the stacks themselves, forgetting that it works in place. Before and after it, for both sides.
+    # As in the combine kernel: in a loop over stacked caches XLA would let the kernel read and
+    # write the stacks themselves, forgetting that it works in place. On both sides, for both.
     refs = {name: jax.new_ref(array) for name, array in lax.optimization_barrier(cache).items()}
 
     def body(*arguments):

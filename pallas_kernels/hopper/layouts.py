@@ -10,6 +10,15 @@ WGMMA = plgpu.Layout.WGMMA
 WGMMA_ROW = WGMMA.reduce(1)
 """One value per accumulator row."""
 
+WGMMA_COLUMN = WGMMA.reduce(0)
+"""One value per accumulator column; every warp holds all of them."""
+
+WGMMA_8BIT = plgpu.Layout.WGMMA_8BIT
+"""An 8-bit operand of wgmma in registers: a thread holds four neighbouring columns."""
+
+WGMMA_8BIT_ROW = WGMMA_8BIT.reduce(1)
+"""One value per row of such an operand."""
+
 
 def tiled(cols: int, itemsize: int) -> tuple[plgpu.Transform, ...]:
     """Transforms of a `[rows, cols]` tile that TMA writes and wgmma reads: the widest swizzle."""
@@ -24,6 +33,11 @@ def tiled(cols: int, itemsize: int) -> tuple[plgpu.Transform, ...]:
 def across(row_values: jax.Array, cols: int) -> jax.Array:
     """Repeat one value per row over `cols` columns."""
     return lax.broadcast_in_dim(row_values, (row_values.shape[0], cols), (0,))
+
+
+def down(column_values: jax.Array, rows: int) -> jax.Array:
+    """Repeat one value per column over `rows` rows."""
+    return lax.broadcast_in_dim(column_values, (rows, column_values.shape[0]), (1,))
 
 
 def full(shape: tuple[int, ...], value: float, dtype: jax.typing.DTypeLike) -> jax.Array:

@@ -7,7 +7,7 @@ reading at both ends, and is NaN where they differ.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 Accumulator: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 Operand = Any
 """A shared-memory ref, or (left operand only) an array in registers."""
+Operands = Sequence[Sequence[tuple[Operand, Operand]]]
+"""Pairs of factors, for each of several accumulators."""
 
 
 def opaque_zero(non_negative: jax.Array) -> jax.Array:
@@ -48,6 +50,68 @@ def dot(
     return pl.run_scoped(issue, Accumulator(shape, jnp.float32))
 
 
+def dots(
+    operands: Operands,
+    shape: tuple[int, int],
+    *,
+    interpret: bool,
+) -> tuple[jax.Array, ...]:
+    """`dot` of each of several sequences of operand pairs, issued together."""
+    if interpret:
+        return tuple(dot(pairs, shape, interpret=True) for pairs in operands)
+
+    def issue(*accs):
+        for acc, pairs in zip(accs, operands, strict=True):
+            for a, b in pairs:
+                plgpu.wgmma(acc, a, b)
+        return tuple(acc[...] for acc in accs)
+
+    return pl.run_scoped(issue, *[Accumulator(shape, jnp.float32)] * len(operands))
+
+
+def add_dots(
+    accs: tuple[jax.Array, ...],
+    operands: Operands,
+    *,
+    interpret: bool,
+    between: Callable[[], Operands] | None = None,
+    after_issue: Callable[[], None] | None = None,
+) -> tuple[jax.Array, ...]:
+    """Each of `accs` plus the sum of `a @ b` over its operand pairs, waiting for the results.
+
+    All are issued before any is waited for, the accumulators by turns: with `a` in registers, none
+    of those registers may be made in between (C7513). So `between`, which runs while the tensor
+    cores work on these, gives operands that are multiplied when they are done. `after_issue` runs
+    while the tensor cores work on the last.
+    """
+    if interpret:
+        rows, columns = accs[0].shape
+        multiply = lambda operands: [
+            dot(pairs, (rows, columns), interpret=True) for pairs in operands
+        ]
+        if between is not None:
+            more = []
+            products = _in_flight(lambda: multiply(operands), lambda: more.extend(between()))
+            accs, operands = tuple(map(jnp.add, accs, products)), more
+        return tuple(map(jnp.add, accs, _in_flight(lambda: multiply(operands), after_issue)))
+
+    def issue(acc_refs):
+        def multiply(operands):
+            for pairs in zip(*operands, strict=True):
+                for acc_ref, (a, b) in zip(acc_refs, pairs, strict=True):
+                    plgpu.wgmma(acc_ref, a, b)
+
+        multiply(operands)
+        if between is not None:
+            more = between()
+            plgpu.wgmma_wait(0)
+            multiply(more)
+        if after_issue is not None:
+            after_issue()
+
+    return pl.run_state(issue)(tuple(Accumulator.init(acc) for acc in accs))
+
+
 def add_dot(
     acc: jax.Array,
     a: Operand,
@@ -62,7 +126,8 @@ def add_dot(
     would serialise the kernel (C7513).
     """
     if interpret:
-        return acc + _in_flight(lambda: _plain(a, b), after_issue)
+        (product,) = _in_flight(lambda: [_plain(a, b)], after_issue)
+        return acc + product
 
     def issue(acc_ref):
         plgpu.wgmma(acc_ref, a, b)
@@ -72,14 +137,18 @@ def add_dot(
     return pl.run_state(issue)(Accumulator.init(acc))
 
 
-def _in_flight(product: Callable[[], Any], after_issue: Callable[[], None] | None) -> jax.Array:
-    issued = product()
+def _in_flight(
+    products: Callable[[], list[jax.Array]], after_issue: Callable[[], None] | None
+) -> list[jax.Array]:
+    issued = products()
     if after_issue is None:
         return issued
     after_issue()
-    done = product()
-    return jnp.where(issued == done, done, jnp.nan)
+    return [jnp.where(a == b, b, jnp.nan) for a, b in zip(issued, products(), strict=True)]
 
 
 def _plain(a: Operand, b: Operand) -> jax.Array:
-    return jnp.dot(a[...], b[...], preferred_element_type=jnp.float32)
+    a, b = a[...], b[...]
+    if a.dtype.itemsize == 1:  # which XLA does not multiply on every CPU
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return jnp.dot(a, b, preferred_element_type=jnp.float32)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.formats import MIN_SCALE
 from pallas_kernels.hopper.inline import warp_any_below_one
 from pallas_kernels.hopper.layouts import across, full
 
@@ -53,6 +54,58 @@ class Softmax(NamedTuple):
         safe = jnp.where(empty, 1.0, self.l)
         inverse = jnp.where(empty, 0.0, 1.0 / safe)
         return inverse, jnp.where(empty, -jnp.inf, self.m + jnp.log2(safe))
+
+
+class PairedSoftmax(NamedTuple):
+    """Running state of rows whose key tiles two warpgroups take by turns, with the same maxima.
+
+    What they multiply with values, quantised with a scale per token, is `p` times that scale, in a
+    format without much range: it is taken relative to `scale`.
+    """
+
+    m: jax.Array
+    """What is subtracted from the base-2 scores."""
+    l: jax.Array
+    """The sums of `exp2(s - m)` over this warpgroup's tiles, each row's in 8 columns."""
+    scale: jax.Array
+    """0 before the first pair."""
+
+    @staticmethod
+    def start(rows: int) -> "PairedSoftmax":
+        """The state of rows that have seen no key."""
+        m, l = full((rows,), NO_MAXIMUM, jnp.float32), full((rows, 8), 0.0, jnp.float32)
+        return PairedSoftmax(m, l, jnp.float32(0.0))
+
+    def follow(
+        self, row_max, scale_max, slack: float, scale_slack: float
+    ) -> tuple["PairedSoftmax", jax.Array]:
+        """Let `m` and `scale` follow a pair's maxima where those exceed them by more than `slack`
+        (base 2) and `scale_slack` (a factor): the new state, and the factor of the output so far,
+        at most 1 and exactly 1 where nothing changes."""
+        m_max = jnp.maximum(self.m, row_max)
+        m = jnp.where(m_max > self.m + slack, m_max, self.m)
+        grown = scale_max > self.scale * scale_slack
+        scale = jnp.where(grown, jnp.maximum(scale_max, MIN_SCALE), self.scale)
+        beta = jnp.exp2(self.m - m)
+        alpha = beta * jnp.where(grown, self.scale / scale, 1.0)
+        return PairedSoftmax(m, self.l * across(beta, self.l.shape[1]), scale), alpha
+
+    def add(self, p: jax.Array) -> "PairedSoftmax":
+        """Take the probabilities of a tile into the sums."""
+        parts = [p[:, i : i + 8] for i in range(0, p.shape[1], 8)]
+        while len(parts) > 1:
+            parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+        return self._replace(l=self.l + parts[0])
+
+    def finish(self, l: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`Softmax.finish`, with the sums of both warpgroups."""
+        return Softmax(self.m, l).finish()
+
+
+def with_sink(inverse: jax.Array, lse2: jax.Array, sink: jax.Array) -> jax.Array:
+    """`inverse` with the share of an attention sink taken off; 0 stays for rows without keys."""
+    shared = inverse / (1.0 + jnp.exp2(sink * LOG2E - lse2))
+    return jnp.where(lse2 == -jnp.inf, 0.0, shared)
 
 
 def rescale(acc: jax.Array, alpha: jax.Array, *, interpret: bool) -> jax.Array:

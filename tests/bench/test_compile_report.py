@@ -15,6 +15,7 @@ import pytest
 
 from bench import aot, compile_report, variants
 from pallas_kernels.decode_dense.config import Config
+from pallas_kernels.decode_e4m3.config import Config as E4m3Config
 from pallas_kernels.hopper.limits import SMEM_ALIGN
 
 ROOT = Path(__file__).parents[2]
@@ -104,16 +105,17 @@ def test_a_kernel_that_does_not_lower_is_a_fault(monkeypatch):
     assert outcome.faults == ["does not compile: NotImplementedError: no such thing (fails)"]
 
 
-def test_variants_cover_every_option():
-    few = variants.few()
-    assert len(set(few)) == len(few) and set(few) <= set(variants.every())
-    for kind in (variants.DecodeDense, variants.CacheAppend):
-        for field in dataclasses.fields(kind):
-            values_of = lambda chosen, kind=kind, name=field.name: {
-                getattr(variant, name) for variant in chosen if isinstance(variant, kind)
-            }
-            if field.name not in ("h", "s_q"):
-                assert values_of(few) == values_of(variants.every()), field.name
+@pytest.mark.parametrize("kind", [variants.DecodeDense, variants.DecodeE4m3, variants.CacheAppend])
+def test_variants_cover_every_option(kind):
+    few, every = (
+        [variant for variant in chosen if isinstance(variant, kind)]
+        for chosen in (variants.few(), variants.every())
+    )
+    assert len(set(few)) == len(few) and set(few) <= set(every)
+    options = {field.name for field in dataclasses.fields(kind)} - {"h", "s_q"}
+    for name in options:
+        values = {getattr(variant, name) for variant in every}
+        assert {getattr(variant, name) for variant in few} == values, name
 
 
 # Where there are no packages that compile for NVIDIA's GPUs.
@@ -176,19 +178,28 @@ def header_table(module: str) -> dict[str, list[str]]:
     return {line.split()[0]: line.split()[1:] for line in table.splitlines()}
 
 
-def test_shared_memory_in_the_header_is_that_of_the_config():
+SIZES = {
+    "dtype": "bfloat16",
+    "d_latent": 512,
+    "d_rope": 64,
+    "page_size": 64,
+    "num_heads": 128,
+    "q_len": 1,
+    "causal": True,
+    "has_sink": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "config"),
+    [
+        ("decode_dense", Config(**SIZES)),
+        ("decode_e4m3", E4m3Config(cache_format="fp8_token", **SIZES)),
+    ],
+)
+def test_shared_memory_in_the_header_is_that_of_the_config(kernel, config):
     """`buffer  rows x cols  dtype  stages  KiB` for each, the barriers, and the sum."""
-    config = Config(
-        dtype="bfloat16",
-        d_latent=512,
-        d_rope=64,
-        page_size=64,
-        num_heads=128,
-        q_len=1,
-        causal=True,
-        has_sink=False,
-    )
-    table = header_table("pallas_kernels.decode_dense.kernel")
+    table = header_table(f"pallas_kernels.{kernel}.kernel")
     assert table.pop("buffer")[-1] == "KiB"
     assert table.pop("barriers") == [str(SMEM_ALIGN // 1024)]
     total = int(table.pop("sum")[0])
@@ -199,7 +210,7 @@ def test_shared_memory_in_the_header_is_that_of_the_config():
         extents = [int(word) for word in shape if word != "x"]
         buffer = buffers[name]
         assert math.prod(extents) * int(stages) == math.prod(buffer.shape), name
-        itemsize = {"bf16": 2, "f32": 4}[dtype]
+        itemsize = {"e4m3": 1, "bf16": 2, "f32": 4}[dtype]
         assert itemsize == jnp.dtype(buffer.dtype).itemsize, name
         size = math.prod(buffer.shape) * itemsize
         assert int(kib) == -(-size // SMEM_ALIGN) * SMEM_ALIGN // 1024, name

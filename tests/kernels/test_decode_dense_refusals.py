@@ -7,7 +7,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from mla_jax import Unsupported, dispatch, mla_decode
+from pallas_kernels import decode
 from pallas_kernels.decode_dense import config
+from pallas_kernels.decode_e4m3 import config as e4m3_config
 from pallas_kernels.formats import FORMATS
 from tests import inputs
 
@@ -18,7 +20,9 @@ SIZES = {"h_q": 4, "page_size": 64, "kv_lora_rank": 512, "rope_dim": 64}
 def hopper(monkeypatch):
     """As if this process had a Hopper GPU. The launch is left out."""
     monkeypatch.setitem(dispatch._REQUIREMENTS, "mosaic", lambda: "")
-    monkeypatch.setattr("pallas_kernels.decode.entry.launch", lambda *_, **__: pytest.fail("ran"))
+    for entry in ("entry", "e4m3_entry"):
+        launch = f"pallas_kernels.decode.{entry}.launch"
+        monkeypatch.setattr(launch, lambda *_, **__: pytest.fail("ran"))
 
 
 def refusal(case, *, implementation="mosaic", scale=1.0):
@@ -58,10 +62,26 @@ def test_sizes(sizes, reason, hopper):
     assert refusal(inputs.decode_case((3,), **{**SIZES, **sizes})) == message(reason)
 
 
-@pytest.mark.parametrize("format", sorted(FORMATS.keys() - {"bf16", "f16"}))
+@pytest.mark.parametrize("format", sorted(FORMATS.keys() - {*decode.FORMATS}))
 def test_cache_formats(format, hopper):
     case = inputs.decode_case((3,), format=format, **SIZES)
-    assert refusal(case) == message(f"takes a cache in bf16 or f16, this one is {format}")
+    taken = "bf16 or f16 or fp8_token or fp8_full"
+    assert refusal(case) == message(f"takes a cache in {taken}, this one is {format}")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"page_size": 48}, "takes page_size of 16 or 32 or 64 or 128, this call has 48"),
+        ({"kv_lora_rank": 384}, "takes kv_lora_rank of 256 or 512, this call has 384"),
+        ({"rope_dim": 48}, "takes rope_dim of 32 or 64, this call has 48"),
+        ({"dtype": jnp.float32}, "takes dtype of bfloat16 or float16, this call has float32"),
+    ],
+)
+@pytest.mark.parametrize("format", e4m3_config.CACHE_FORMATS)
+def test_what_the_e4m3_kernel_refuses(format, sizes, reason, hopper):
+    case = inputs.decode_case((3,), format=format, **{**SIZES, **sizes})
+    assert refusal(case) == message(reason)
 
 
 @pytest.mark.parametrize(
@@ -128,5 +148,18 @@ def test_what_is_refused_is_served_by_another(hopper):
 def test_every_accepted_size_fits_the_shared_memory(d_latent, d_rope, page_size, dtype, num_heads):
     accepted = config.Config(
         dtype, d_latent, d_rope, page_size, num_heads, 1, causal=True, has_sink=True
+    )
+    assert not accepted.refusal()
+
+
+@pytest.mark.parametrize("p_terms", [1, 2])
+@pytest.mark.parametrize("dtype", e4m3_config.DTYPES)
+@pytest.mark.parametrize("page_size", e4m3_config.PAGE_SIZES)
+@pytest.mark.parametrize("d_rope", e4m3_config.D_ROPE)
+@pytest.mark.parametrize("d_latent", e4m3_config.D_LATENT)
+@pytest.mark.parametrize("format", e4m3_config.CACHE_FORMATS)
+def test_every_accepted_size_fits_e4m3(format, d_latent, d_rope, page_size, dtype, p_terms):
+    accepted = e4m3_config.Config(
+        format, dtype, d_latent, d_rope, page_size, 128, 1, True, True, p_terms=p_terms
     )
     assert not accepted.refusal()

@@ -1,0 +1,50 @@
+"""Launch of the e4m3 decode kernel: the arrays that it takes, folded."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.decode_e4m3.config import Config
+from pallas_kernels.decode_e4m3.kernel import decode
+from pallas_kernels.hopper.row_tiles import row_of_slots
+
+
+def launch(
+    config: Config,
+    q_latent: jax.Array,
+    q_rope: jax.Array,
+    cache: Any,
+    block_table: jax.Array,
+    seq_lens: jax.Array,
+    parts: jax.Array,
+    *,
+    run_scale: jax.Array | None = None,
+    attn_sink: jax.Array | None,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Attend as `config` says, which must have no refusal.
+
+    Returns:
+        What `kernel.decode` gives, and the sink of each slot of the row tiles.
+    """
+    fold = lambda q: q.reshape(q.shape[0], config.rows, q.shape[-1])
+    inputs = {
+        "q_latent": fold(q_latent),
+        "q_rope": fold(q_rope),
+        "latent": cache.latent,
+        "rope": cache.rope,
+        # A page's scales are one row.
+        "scale": cache.scale.reshape(cache.scale.shape[0], -1),
+        "block_table": block_table,
+        "seq_lens": seq_lens,
+        "parts": parts,
+    }
+    sink = None
+    if attn_sink is not None:
+        sink = attn_sink.astype(jnp.float32)[row_of_slots(config.rows) % config.num_heads]
+        inputs["sink"] = sink
+    if run_scale is not None:
+        inputs["run_scale"] = run_scale.reshape(1)
+    out, *others = decode(config, inputs, interpret)
+    return out[:, : config.rows], *others, sink
