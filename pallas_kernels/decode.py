@@ -98,9 +98,10 @@ def _attend(config: Any, interpret: Any, *arrays: Any):
         attn_sink=attn_sink,
         interpret=interpret,
     )
-    out, lse = merge(
-        out, lse, partial, partial_lse2, parts, sink, num_sms=num_sms(), interpret=interpret
-    )
+    if parts.shape[0] > 1:
+        out, lse = merge(
+            out, lse, partial, partial_lse2, parts, sink, num_sms=num_sms(), interpret=interpret
+        )
     lse = untile(lse, config.rows).reshape(q_latent.shape[:3])
     return out.reshape(q_latent.shape), lse.transpose(0, 2, 1)
 

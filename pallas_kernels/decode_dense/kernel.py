@@ -440,14 +440,16 @@ def decode(config: Config, inputs: dict[str, jax.Array], interpret: Any = None):
     batch = inputs["q_latent"].shape[0]
     num_parts = inputs["parts"].shape[0]
     padded = config.row_tiles * BLOCK_M
+    # A single part has no sequence split: with many rows, the place for pieces would be large.
+    slots, slot_rows = (2 * num_parts, padded) if num_parts > 1 else (1, BLOCK_M)
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     outputs = {
         "out": jax.ShapeDtypeStruct(
             (batch, max(config.rows, config.q_tile_rows), config.d_latent), jnp.dtype(config.dtype)
         ),
         "lse": f32(batch, padded),
-        "partial": f32(2 * num_parts, padded, config.d_latent),
-        "partial_lse2": f32(2 * num_parts, padded),
+        "partial": f32(slots, slot_rows, config.d_latent),
+        "partial_lse2": f32(slots, slot_rows),
     }
     smem, bars = config.smem(), config.barriers()
 

@@ -232,7 +232,10 @@ def test_sizes_of_the_model():
         (["model-step"], "this measurement needs an NVIDIA Hopper GPU"),
         (["decode", "--rows", "3x"], "'3x' is not a shape: must be BxS_KxH or BxS_KxHxS_Q"),
         (["decode", "--format", "b"], "--format: 'b' is none of bf16, f16"),
-        (["nothing"], "bench: 'nothing' is none of decode, append, model_step, compile_report"),
+        (
+            ["nothing"],
+            "bench: 'nothing' is none of decode, append, model_step, accuracy, compile_report",
+        ),
     ],
 )
 def test_refusals_are_one_line(args, message):

@@ -14,6 +14,7 @@ import functools
 import re
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -92,6 +93,17 @@ def test_sinks_of_the_size_of_the_scores(monkeypatch):
         inputs.decode_case((1500, 65), **sizes), 3, monkeypatch, attn_sink=sink, scale=1.0
     )
     assert 0 < cuts(parts) < 3
+
+
+@pytest.mark.parametrize("num_sms", [1, 2])
+def test_one_part_has_neither_pieces_nor_combine(num_sms, monkeypatch):
+    for module in (plan, decode):
+        monkeypatch.setattr(module, "num_sms", lambda: num_sms)
+    case = inputs.decode_case((200, 3), h_q=8, page_size=64, kv_lora_rank=256, rope_dim=64)
+    run = functools.partial(
+        decode.mla_decode, scale=1.0, causal=True, attn_sink=None, plan=None, return_lse=True
+    )
+    assert ("mla_decode_combine" in str(jax.make_jaxpr(run)(*case.args))) == (num_sms > 1)
 
 
 def test_lengths_that_the_table_has_no_place_for(monkeypatch):
