@@ -143,8 +143,8 @@ def errors(case: Case, cache: LatentCache, context: int, implementation: str) ->
     }
 
 
-def run(implementations: Sequence[str], contexts: Sequence[int], output: Path) -> int:
-    """Measure every format on every input, print and record; the exit code."""
+def run(implementations: Sequence[str], contexts: Sequence[int], output: Path) -> None:
+    """Measure every format on every input, print and record."""
     jobs = [(name, format) for name in INPUTS for format in FORMATS]
     rows: list[records.Row] = []
     about = {**measure.about(), "heads": HEADS, "score_std": SCORE_STD}
@@ -173,7 +173,6 @@ def run(implementations: Sequence[str], contexts: Sequence[int], output: Path) -
                     )
             records.add(output, about, rows, identity=IDENTITY)
     show(rows)
-    return 0
 
 
 @functools.lru_cache(maxsize=1)
@@ -268,13 +267,12 @@ def main(
         low = int(NEEDLE_SLOTS.max()) + 1
         if any(n % PAGE_SIZE or n < low for n in lengths):
             console.fail(f"--contexts: must be multiples of {PAGE_SIZE} from {low} tokens on")
-        code = run(names, lengths, output)
+        run(names, lengths, output)
         if picture is not None:
             plot(records.read(output), picture)
     except console.UserError as error:
         console.note(f"error: {error}")
-        code = 2
-    raise typer.Exit(code)
+        raise typer.Exit(2) from None
 
 
 if __name__ == "__main__":

@@ -140,9 +140,8 @@ class DeepseekModel(nnx.Module):
         Args:
           config: sizes and conventions.
           rngs: for the parameters.
-          dtype: of parameters and activations, `config.dtype` by default.
-          prefill_fn: attention in MHA form, called as `mla_jax.mla_prefill`.
-          decode_fn: attention in absorbed form, called as `mla_jax.mla_decode`.
+          dtype: of the whole model; this, `prefill_fn` and `decode_fn` are what every layer's
+            `mla_jax.nn.MultiHeadLatentAttention` is given, which also says what they may be.
 
         Raises:
           TypeError: `dtype` is not bfloat16, float16 or float32.

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.plan import MERGE_SEQ
+from pallas_kernels.hopper.plan import MERGE_PIECES, MERGE_REST, MERGE_SEQ, MERGE_SLOT
 from pallas_kernels.hopper.row_tiles import slot_of
 from pallas_kernels.hopper.softmax import LN2, LOG2E
 
@@ -62,7 +62,8 @@ def merge(
 
         def run(item):
             merge, _ = merge_of(item)
-            seq, first_slot, rest, pieces = (gmem.parts[merge, MERGE_SEQ + i] for i in range(4))
+            columns_of_merge = (MERGE_SEQ, MERGE_SLOT, MERGE_REST, MERGE_PIECES)
+            seq, first_slot, rest, pieces = (gmem.parts[merge, i] for i in columns_of_merge)
             row = lax.rem(item, jnp.int32(rows))
             slot_row = slot_of(row, rows)
 

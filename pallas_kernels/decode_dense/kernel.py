@@ -163,9 +163,9 @@ def _load_wg(cta: Cta) -> None:
     page_tokens = min(config.page_size, BLOCK_KV)
 
     def load_q(seq):
-        rows, into = pl.ds(cta.first_row, config.q_tile_rows), pl.ds(0, config.q_tile_rows)
+        into = pl.ds(0, config.q_tile_rows)
         for source, buffer in ((gmem.q_latent, smem.q_latent), (gmem.q_rope, smem.q_rope)):
-            plgpu.copy_gmem_to_smem(source.at[seq, rows], buffer.at[0, into], bar.q_full)
+            plgpu.copy_gmem_to_smem(source.at[seq, cta.rows], buffer.at[0, into], bar.q_full)
 
     def load_tile(piece: Piece, tile, stage):
         last_page = lax.div(piece.seq_len - 1, jnp.int32(config.page_size))

@@ -15,6 +15,14 @@ from pallas_kernels.hopper.layouts import WGMMA, WGMMA_ROW, tiled
 inline_mgpu: Any = plgpu.inline_mgpu  # its type does not say that it drops the argument `ctx`
 
 
+def _i32():
+    return ir.IntegerType.get_signless(32)
+
+
+def _const(value: int):
+    return arith.constant(_i32(), ir.IntegerAttr.get(_i32(), value))
+
+
 @inline_mgpu(
     arg_types=(WGMMA_ROW,),
     return_type=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=plgpu.Layout.WG_SPLAT(())),
@@ -32,13 +40,11 @@ def warp_any_below_one(ctx, values):
         for v in values.registers.flat
     ]
     below = [arith.cmpf(arith.CmpFPredicate.OLT, v, one) for v in scalars]
-    i32 = ir.IntegerType.get_signless(32)
-    all_lanes = arith.constant(i32, ir.IntegerAttr.get(i32, -1))
     mine = below[0]
     for other in below[1:]:
         mine = arith.ori(mine, other)
     vote = nvvm.vote_sync(
-        all_lanes, mine, nvvm.VoteSyncKind.any, results=[ir.IntegerType.get_signless(1)]
+        _const(-1), mine, nvvm.VoteSyncKind.any, results=[ir.IntegerType.get_signless(1)]
     )
     return FragmentedArray.splat(vote, (), is_signed=False)
 
@@ -67,8 +73,6 @@ def zero_rows(ref, first: jax.Array, *, interpret: bool) -> None:
     @inline_mgpu(arg_types=(plgpu.RefType(transforms), plgpu.Layout.WG_SPLAT(())))
     def zero(ctx, ref, first):
         del ctx
-        i32 = ir.IntegerType.get_signless(32)
-        const = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))
         div, rem = arith.divui, arith.remui
         memory = ir.MemRefType(ref.type)
         element, (_, segments, atom_rows, atom_cols) = memory.element_type, memory.shape
@@ -77,30 +81,30 @@ def zero_rows(ref, first: jax.Array, *, interpret: bool) -> None:
         # thread takes 16 bytes of it, the warpgroup several rows at a time.
         chunks = atom_cols // 8
         rows = 128 // (chunks * segments)
-        thread = rem(arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x)), const(128))
+        thread = rem(arith.index_cast(_i32(), gpu.thread_id(gpu.Dimension.x)), _const(128))
         chunk, segment = (
-            rem(thread, const(chunks)),
-            rem(div(thread, const(chunks)), const(segments)),
+            rem(thread, _const(chunks)),
+            rem(div(thread, _const(chunks)), _const(segments)),
         )
-        base = arith.addi(arith.muli(chunk, const(8)), arith.muli(segment, const(segment_stride)))
+        base = arith.addi(arith.muli(chunk, _const(8)), arith.muli(segment, _const(segment_stride)))
         zeros = arith.constant(
             ir.VectorType.get((8,), element),
             ir.DenseElementsAttr.get_splat(
                 ir.VectorType.get((8,), element), ir.FloatAttr.get(element, 0.0)
             ),
         )
-        own_row = div(thread, const(chunks * segments))
-        num_rows = const(memory.shape[0] * atom_rows)
+        own_row = div(thread, _const(chunks * segments))
+        num_rows = _const(memory.shape[0] * atom_rows)
         # The same number of turns for all threads: they meet at a barrier afterwards.
-        loop = scf.ForOp(first.registers.item(), num_rows, const(rows), [])
+        loop = scf.ForOp(first.registers.item(), num_rows, _const(rows), [])
         with ir.InsertionPoint(loop.body):
             row = arith.addi(loop.induction_variable, own_row)
             inside = scf.IfOp(arith.cmpi(arith.CmpIPredicate.slt, row, num_rows))
             scf.yield_([])
         with ir.InsertionPoint(inside.then_block):
             at = arith.addi(
-                arith.muli(div(row, const(atom_rows)), const(atom_row_stride)),
-                arith.muli(rem(row, const(atom_rows)), const(row_stride)),
+                arith.muli(div(row, _const(atom_rows)), _const(atom_row_stride)),
+                arith.muli(rem(row, _const(atom_rows)), _const(row_stride)),
             )
             llvm.store(
                 zeros,
@@ -122,14 +126,12 @@ def store_rows(ref, tile: jax.Array, rows: int, *, interpret: bool) -> None:
     @inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))
     def store(ctx, ref, tile):
         del ctx
-        i32 = ir.IntegerType.get_signless(32)
-        const = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))
         element = ir.VectorType(tile.registers.flat[0].type).element_type
         (row_stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
         row, col = (
-            arith.index_cast(i32, at) for at in next(iter(tile.layout.thread_idxs(tile.shape)))
+            arith.index_cast(_i32(), at) for at in next(iter(tile.layout.thread_idxs(tile.shape)))
         )
-        first = arith.addi(arith.muli(row, const(row_stride)), col)
+        first = arith.addi(arith.muli(row, _const(row_stride)), col)
         first = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [first], element)
         # A thread holds pairs of columns, 8 apart, of two rows, 8 apart. Addresses are one pointer
         # and constants: as Pallas finds them, pair by pair, they are hoisted, and spilled.
@@ -145,7 +147,7 @@ def store_rows(ref, tile: jax.Array, rows: int, *, interpret: bool) -> None:
             if rows == tile.shape[0]:
                 store_half(half)
                 continue
-            inside = arith.cmpi(arith.CmpIPredicate.slt, row, const(rows - 8 * half))
+            inside = arith.cmpi(arith.CmpIPredicate.slt, row, _const(rows - 8 * half))
             branch = scf.IfOp(inside)
             with ir.InsertionPoint(branch.then_block):
                 store_half(half)

@@ -38,12 +38,16 @@ def barrier_of(site):
     return re.search(r"\bbar\.(\w+)", site.argument).group(1)
 
 
+def limit_sms(monkeypatch, num_sms):
+    for module in (plan, decode):
+        monkeypatch.setattr(module, "num_sms", lambda: num_sms)
+
+
 def simulate(
     case, num_sms, monkeypatch, *, scale=inputs.SCALE, causal=True, attn_sink=None, expect=None
 ):
     """`mla_decode` on so few SMs; out and lse are checked against the oracle (of `expect`)."""
-    for module in (plan, decode):
-        monkeypatch.setattr(module, "num_sms", lambda: num_sms)
+    limit_sms(monkeypatch, num_sms)
     monkeypatch.setattr(combine, "CTAS_PER_SM", 1)
     kwargs = {"scale": scale, "causal": causal, "attn_sink": attn_sink}
     simulation = simulator.Simulation(
@@ -97,8 +101,7 @@ def test_sinks_of_the_size_of_the_scores(monkeypatch):
 
 @pytest.mark.parametrize("num_sms", [1, 2])
 def test_one_part_has_neither_pieces_nor_combine(num_sms, monkeypatch):
-    for module in (plan, decode):
-        monkeypatch.setattr(module, "num_sms", lambda: num_sms)
+    limit_sms(monkeypatch, num_sms)
     case = inputs.decode_case((200, 3), h_q=8, page_size=64, kv_lora_rank=256, rope_dim=64)
     run = functools.partial(
         decode.mla_decode, scale=1.0, causal=True, attn_sink=None, plan=None, return_lse=True
