@@ -45,6 +45,10 @@ def merge(
     """Fill in the rows of split sequences in `out [B, rows, C]` and the tiled `lse`, in place."""
     rows, d_latent = out.shape[1:]
     num_parts = parts.shape[0]
+    # Where the operand is a slice, or the result goes into a loop's stack (lax.scan, lax.map), XLA
+    # would make one operation of the two (a dynamic-slice fusion), forgetting that the kernel works
+    # in place: rows of sequences that were not split would be lost.
+    out, lse = lax.optimization_barrier((out, lse))
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
     workers = num_sms * CTAS_PER_SM * WARPGROUPS
     columns = plgpu.Layout.WG_STRIDED((d_latent,), d_latent // 128)
@@ -133,7 +137,4 @@ def merge(
         out_ref,
         lse_ref,
     )
-    # In a loop that stacks its results (lax.scan, lax.map) XLA would let the kernel write straight
-    # into the stack (a dynamic-slice fusion), forgetting that it works in place: rows of sequences
-    # that were not split would be lost.
     return lax.optimization_barrier((out_ref[...], lse_ref[...]))

@@ -217,6 +217,13 @@ def test_in_a_loop():
         assert_bitwise_equal([x[i] for x in stacked], decode(sign * q_latent, *rest))
 
 
+@pytest.mark.parametrize("h_q", [1, 3, 8])
+@pytest.mark.parametrize("seq_len", [1, 100, 5000])
+def test_one_sequence_with_few_heads(h_q, seq_len):
+    """The output is a slice of what the kernel stores, with nothing between its rows."""
+    check(decode_case((seq_len,), h_q=h_q))
+
+
 def test_output_alone_is_the_same():
     decode, case = typical()
     out = mla_decode(*case.args, scale=inputs.SCALE, implementation="mosaic")
