@@ -245,7 +245,10 @@ def _attention_alone(config, q_latent, q_rope, cache, block_table, seq_lens, sin
 
 Variant = DecodeDense | DecodeE4m3 | CacheAppend
 
-HEADS = ((128, 1), (128, 2), (64, 1), (32, 1), (16, 1), (16, 4), (8, 1), (1, 1), (24, 3))
+HEADS = (
+    *((128, 1), (128, 2), (64, 1), (40, 1), (32, 1)),
+    *((24, 1), (24, 3), (16, 1), (16, 4), (8, 1), (1, 1)),
+)
 
 
 def few() -> list[Variant]:

@@ -250,7 +250,9 @@ def max_over_columns(values: jax.Array, *, interpret: bool) -> jax.Array:
         del ctx
         scalars = [_extract(pair, i) for pair in values.registers.flat for i in range(2)]
         while len(scalars) > 1:
-            scalars = [arith.maxnumf(scalars[i], scalars[i + 1]) for i in range(0, len(scalars), 2)]
+            pairs = zip(scalars[::2], scalars[1::2], strict=False)
+            odd = scalars[len(scalars) & ~1 :]
+            scalars = [arith.maxnumf(a, b) for a, b in pairs] + odd
         largest = scalars[0]
         for distance in (1, 2):
             largest = arith.maxnumf(largest, mgpu_utils.shfl_bfly(largest, distance))
