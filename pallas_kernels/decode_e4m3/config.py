@@ -45,10 +45,10 @@ class Config:
     """Key tiles in flight."""
     slack: float = 3.0
     """Growth of the running maximum, base 2, that is let pass without rescaling."""
-    p_max: float = 28.0
+    p_max: float = 16.0
     """What a probability of 1 is in e4m3, for a token with the scale that all are relative to: it
-    and both slacks must stay below the format's end. Latents of one distribution have scales of 0.7
-    to 1 of the largest: products from 20 to 28 lie in the upper half of an octave, where the
+    and both slacks must stay below the format's end. A power of two, so that scales of 0.7 to 1 of
+    the largest, as those of one distribution are, lie in the upper part of an octave, where the
     format's relative error is least."""
     registers: tuple[int, int, int] = (240, 240, 24)
     """Per thread of `mma_wg0`, `mma_wg1`, `load_wg`; their sum is 3 x 168, what a CTA of 384
