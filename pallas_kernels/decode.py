@@ -99,9 +99,9 @@ def _attend(config: Any, interpret: Any, *arrays: Any):
         interpret=interpret,
     )
     if parts.shape[0] > 1:
-        out, lse = merge(
-            out, lse, partial, partial_lse2, parts, sink, num_sms=num_sms(), interpret=interpret
-        )
+        sizes = {"rows": config.rows, "num_sms": num_sms()}
+        out, lse = merge(out, lse, partial, partial_lse2, parts, sink, **sizes, interpret=interpret)
+    out = out[:, : config.rows]
     lse = untile(lse, config.rows).reshape(q_latent.shape[:3])
     return out.reshape(q_latent.shape), lse.transpose(0, 2, 1)
 

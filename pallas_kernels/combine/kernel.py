@@ -4,9 +4,9 @@
     out[r] = sum_i exp(lse_i[r] - lse[r]) * out_i[r]
 
 (FlashAttention-2, arXiv:2307.08691, sec. 3.1, applied once more over the pieces.) One warpgroup
-takes one row of one split sequence at a time, a few neighbouring columns a thread; the warpgroups
-of the grid stride over all such rows. A step without split sequences costs the launch only. No
-shared memory.
+takes four rows of one split sequence at a time, one per warp: of few pieces all columns, of many a
+quarter of them, so that one long sequence occupies more SMs. The warpgroups of the grid stride over
+all such items. A step without split sequences costs the launch only. No shared memory.
 """
 
 import functools
@@ -23,12 +23,23 @@ from pallas_kernels.hopper.plan import MERGE_PIECES, MERGE_REST, MERGE_SEQ, MERG
 from pallas_kernels.hopper.row_tiles import slot_of
 from pallas_kernels.hopper.softmax import LN2, LOG2E
 
-# MEASURED: H200, 128 heads, us at (32, 32768), (8, 8192), (1, 131072): 8.4, 5.2, 8.5 as it is;
-# 12.9, 7.3, 7.8 with batches of 16 and then 4; 14.8, 7.6, 7.3 with batches of 8, half the columns.
-BATCH = 4
+GROUP = 4
+"""Rows that a warpgroup merges together."""
+FEW = 4
+"""Pieces of a sequence, up to which a warpgroup takes all columns of its rows."""
+BATCH_OF_FEW, BATCH_OF_MANY = 2, 8
 """Pieces whose loads are in flight together."""
+COLUMN_PARTS = 4
+"""Parts of the columns, of sequences with many pieces."""
 WARPGROUPS = 2
 CTAS_PER_SM = 8
+
+
+def _tile(width: int) -> Any:
+    """Layout of `[GROUP, width]`: a row per warp, up to 8 neighbouring columns per lane."""
+    vector = min(8, width // 32)
+    tiling = plgpu.Tiling(((GROUP, 32 * vector), (vector,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
 def merge(
@@ -39,11 +50,13 @@ def merge(
     parts: jax.Array,
     sink: jax.Array | None,
     *,
+    rows: int,
     num_sms: int,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Fill in the rows of split sequences in `out [B, rows, C]` and the tiled `lse`, in place."""
-    rows, d_latent = out.shape[1:]
+    """Fill in the `rows` rows of split sequences in `out [B, rows or more, C]` and the tiled `lse`,
+    in place. `out` has `GROUP` rows at least."""
+    d_latent = out.shape[2]
     num_parts = parts.shape[0]
     # Where the operand is a slice, or the result goes into a loop's stack (lax.scan, lax.map), XLA
     # would make one operation of the two (a dynamic-slice fusion), forgetting that the kernel works
@@ -51,7 +64,8 @@ def merge(
     out, lse = lax.optimization_barrier((out, lse))
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
     workers = num_sms * CTAS_PER_SM * WARPGROUPS
-    columns = plgpu.Layout.WG_STRIDED((d_latent,), d_latent // 128)
+    groups = -(-rows // GROUP)
+    items_of_merge = groups * COLUMN_PARTS
 
     def body(*refs):
         names = ("partial", "partial_lse2", "parts", "sink", "out", "lse")
@@ -60,7 +74,7 @@ def merge(
 
         def merge_of(item):
             """The item's row in the list of merges, and whether there is one."""
-            merge = lax.div(item, jnp.int32(rows))
+            merge = lax.div(item, jnp.int32(items_of_merge))
             in_list = jnp.minimum(merge, num_parts - 1)
             return in_list, (merge < num_parts) & (gmem.parts[in_list, MERGE_SEQ] >= 0)
 
@@ -68,44 +82,61 @@ def merge(
             merge, _ = merge_of(item)
             columns_of_merge = (MERGE_SEQ, MERGE_SLOT, MERGE_REST, MERGE_PIECES)
             seq, first_slot, rest, pieces = (gmem.parts[merge, i] for i in columns_of_merge)
-            row = lax.rem(item, jnp.int32(rows))
-            slot_row = slot_of(row, rows)
+            of_merge = lax.rem(item, jnp.int32(items_of_merge))
+            part, group = lax.div(of_merge, jnp.int32(groups)), lax.rem(of_merge, jnp.int32(groups))
+            # The last group is drawn back if need be: some rows are then merged twice, alike.
+            row = jnp.minimum(group * GROUP, out.shape[1] - GROUP)
+            group_rows, slots = pl.ds(row, GROUP), pl.ds(slot_of(row, rows), GROUP)
 
-            def gather(i):
-                i = jnp.minimum(i, pieces - 1)
-                slot = jnp.where(i == 0, first_slot, rest + 2 * (i - 1))
-                row_ref = gmem.partial.at[slot, slot_row]
-                piece = plgpu.load(row_ref, layout=columns, optimized=False)
-                return gmem.partial_lse2[slot, slot_row], piece
+            def merge_columns(columns, width, batch):
+                tile = _tile(width)
+                per_row = tile.reduce(1)
+                across = lambda x: lax.broadcast_in_dim(x, (GROUP, width), (0,))
+                load = functools.partial(plgpu.load, optimized=False)
+                full = lambda value: plgpu.layout_cast(jnp.full((GROUP,), value), per_row)
 
-            def step(batch, carry):
-                m, l, acc = carry
-                loaded = [gather(batch * BATCH + i) for i in range(BATCH)]
-                lse2s = [
-                    jnp.where(batch * BATCH + i < pieces, lse2, -jnp.inf)
-                    for i, (lse2, _) in enumerate(loaded)
-                ]
-                m_new = functools.reduce(jnp.maximum, lse2s, m)
-                base = jnp.where(m_new == -jnp.inf, 0.0, m_new)
-                alpha = jnp.exp2(m - base)
-                l, acc = l * alpha, acc * alpha
-                for lse2, (_, piece) in zip(lse2s, loaded, strict=True):
-                    weight = jnp.exp2(lse2 - base)
-                    l, acc = l + weight, acc + weight * piece
-                return m_new, l, acc
+                def gather(i):
+                    none = jnp.where(i < pieces, 0.0, -jnp.inf)
+                    i = jnp.minimum(i, pieces - 1)
+                    slot = jnp.where(i == 0, first_slot, rest + 2 * (i - 1))
+                    lse2 = load(gmem.partial_lse2.at[slot, slots], layout=per_row)
+                    piece = load(gmem.partial.at[slot, slots, columns], layout=tile)
+                    return lse2 + none, piece
 
-            start = jnp.float32(-jnp.inf), jnp.float32(0.0)
-            zero = plgpu.layout_cast(jnp.zeros((d_latent,), jnp.float32), columns)
-            batches = lax.div(pieces + (BATCH - 1), jnp.int32(BATCH))
-            m, l, acc = lax.fori_loop(0, batches, step, (*start, zero))
-            empty = l == 0.0
-            lse2 = jnp.where(empty, -jnp.inf, m + jnp.log2(jnp.where(empty, 1.0, l)))
-            factor = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, l))
-            if sink is not None:
-                shared = factor / (1.0 + jnp.exp2(gmem.sink[slot_row] * LOG2E - lse2))
-                factor = jnp.where(empty, 0.0, shared)
-            gmem.out[seq, row] = (acc * factor).astype(out.dtype)
-            gmem.lse[seq, slot_row] = lse2 * LN2
+                def step(index, carry):
+                    m, l, acc = carry
+                    loaded = [gather(index * batch + i) for i in range(batch)]
+                    m_new = functools.reduce(jnp.maximum, [lse2 for lse2, _ in loaded], m)
+                    base = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+                    alpha = jnp.exp2(m - base)
+                    l, acc = l * alpha, acc * across(alpha)
+                    for lse2, piece in loaded:
+                        weight = jnp.exp2(lse2 - base)
+                        l, acc = l + weight, acc + across(weight) * piece.astype(jnp.float32)
+                    return m_new, l, acc
+
+                start = full(-jnp.inf), full(0.0), across(full(0.0))
+                steps = lax.div(pieces + (batch - 1), jnp.int32(batch))
+                m, l, acc = lax.fori_loop(0, steps, step, start)
+                empty = l == 0.0
+                lse2 = jnp.where(empty, -jnp.inf, m + jnp.log2(jnp.where(empty, 1.0, l)))
+                factor = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, l))
+                if sink is not None:
+                    sinks = load(gmem.sink.at[slots], layout=per_row)
+                    shared = factor / (1.0 + jnp.exp2(sinks * LOG2E - lse2))
+                    factor = jnp.where(empty, 0.0, shared)
+                gmem.out[seq, group_rows, columns] = (acc * across(factor)).astype(out.dtype)
+
+                @pl.when(part == 0)
+                def _():
+                    gmem.lse[seq, slots] = lse2 * LN2
+
+            few, narrow = pieces <= FEW, d_latent // COLUMN_PARTS
+            merge_all = functools.partial(merge_columns, pl.ds(0, d_latent), d_latent, BATCH_OF_FEW)
+            part_columns = pl.ds(pl.multiple_of(part * narrow, narrow), narrow)
+            merge_part = functools.partial(merge_columns, part_columns, narrow, BATCH_OF_MANY)
+            pl.when(few & (part == 0))(merge_all)
+            pl.when(jnp.logical_not(few))(merge_part)
             return item + workers
 
         lax.while_loop(lambda item: merge_of(item)[1], run, first)

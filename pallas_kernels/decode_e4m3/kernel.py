@@ -402,32 +402,28 @@ def _finish(cta: Cta, wg: int, piece: Piece, accs, softmax: PairedSoftmax, stage
 
 def _store(cta: Cta, piece: Piece, half: slice, accs, stage: jax.Array | None) -> None:
     """Store a half, given as the transposed even and odd columns: final for a whole sequence, else
-    partial, in float32.
-
-    A final one goes through the memory of `stage`, if given, which no one uses any more.
-    """
+    partial. It goes through the memory of `stage`, if given, which no one uses any more."""
     config, gmem, interpret = cta.config, cta.gmem, cta.interpret
     latent, _, staging = cta.views
+    even, odd = (acc.astype(jnp.dtype(config.dtype)) for acc in accs)
+    first_slot = pl.multiple_of(cta.row_tile * BLOCK_M, BLOCK_M)
+    final = gmem.out.at[piece.seq, pl.ds(cta.first_row, config.out_rows), half]
+    partial = gmem.partial.at[piece.slot, pl.ds(first_slot, config.out_rows), half]
 
-    @pl.when(piece.whole)
-    def _():
-        even, odd = (acc.astype(jnp.dtype(config.dtype)) for acc in accs)
-        ref = gmem.out.at[piece.seq, pl.ds(cta.first_row, config.out_rows), half]
-        if stage is None:
-            fp8.store_transposed(ref, even, odd, interpret=interpret)
-            return
-        if interpret:  # what was there is lost
-            latent[stage] = jnp.full(latent.shape[1:], jnp.nan, latent.dtype)
-        tile = staging.at[stage, pl.ds(0, config.out_rows)]
-        fp8.stage_transposed(tile, even, odd, config.out_transforms, interpret=interpret)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(tile, ref)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    def to_output(store):
+        pl.when(piece.whole)(lambda: store(final))
+        pl.when(jnp.logical_not(piece.whole))(lambda: store(partial))
 
-    @pl.when(jnp.logical_not(piece.whole))
-    def _():
-        rows = pl.ds(pl.multiple_of(cta.row_tile * BLOCK_M, BLOCK_M), config.out_rows)
-        fp8.store_transposed(gmem.partial.at[piece.slot, rows, half], *accs, interpret=interpret)
+    if stage is None:
+        to_output(lambda ref: fp8.store_transposed(ref, even, odd, interpret=interpret))
+        return
+    if interpret:  # what was there is lost
+        latent[stage] = jnp.full(latent.shape[1:], jnp.nan, latent.dtype)
+    tile = staging.at[stage, pl.ds(0, config.out_rows)]
+    fp8.stage_transposed(tile, even, odd, config.out_transforms, interpret=interpret)
+    plgpu.commit_smem()
+    to_output(lambda ref: plgpu.copy_smem_to_gmem(tile, ref))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _store_lse(cta: Cta, piece: Piece, lse2: jax.Array) -> None:
@@ -452,13 +448,14 @@ def decode(config: Config, inputs: dict[str, jax.Array], interpret: Any = None):
     batch = inputs["q_latent"].shape[0]
     num_parts = inputs["parts"].shape[0]
     padded = config.row_tiles * BLOCK_M
-    f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    out = (batch, max(config.rows, config.out_rows), config.d_latent)
+    # A single part has no sequence split: with many rows, the place for pieces would be large.
+    slots, slot_rows = (2 * num_parts, padded) if num_parts > 1 else (1, BLOCK_M)
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     outputs = {
-        "out": jax.ShapeDtypeStruct(out, jnp.dtype(config.dtype)),
-        "lse": f32(batch, padded),
-        "partial": f32(2 * num_parts, padded, config.d_latent),
-        "partial_lse2": f32(2 * num_parts, padded),
+        "out": array(config.dtype, batch, max(config.rows, config.out_rows), config.d_latent),
+        "lse": array("float32", batch, padded),
+        "partial": array(config.dtype, slots, slot_rows, config.d_latent),
+        "partial_lse2": array("float32", slots, slot_rows),
     }
     capacity = inputs["block_table"].shape[1] * config.page_size
     smem, bars = config.smem(bool(interpret)), config.barriers()
