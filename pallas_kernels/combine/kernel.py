@@ -32,7 +32,7 @@ BATCH_OF_FEW, BATCH_OF_MANY = 2, 8
 COLUMN_PARTS = 4
 """Parts of the columns, of sequences with many pieces."""
 WARPGROUPS = 2
-CTAS_PER_SM = 8
+CTAS_PER_SM = 4
 
 
 def _tile(width: int) -> Any:
