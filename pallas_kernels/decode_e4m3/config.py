@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.formats import E4M3_MAX, FORMATS
+from pallas_kernels.hopper.inline import VOTES
 from pallas_kernels.hopper.layouts import tiled
 from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M, SMEM_ALIGN, SMEM_BYTES
 from pallas_kernels.hopper.row_tiles import num_tiles
@@ -154,6 +155,7 @@ class Config:
             "scale_max": plgpu.SMEM((2, BLOCK_M), f32),
             "row_sum": plgpu.SMEM((2, BLOCK_M), f32),
             "alpha": plgpu.SMEM((2, BLOCK_M), f32),
+            "votes": plgpu.SMEM((2, VOTES), f32),
         }
 
     def barriers(self) -> dict[str, plgpu.Barrier]:

@@ -43,8 +43,9 @@ Shared memory (fp8_token, d_latent 512, d_rope 64, page 64, 1 term of P):
     scale_max   64              f32    2           1
     row_sum     64              f32    2           1
     alpha       64              f32    2           1
+    votes       4               f32    2           1
     barriers                                       1
-    sum                                          214
+    sum                                          215
 
 A whole sequence's output goes through the stages of its last pair. Registers per thread: 240 (each
 math warpgroup: 128 accumulator, 32 S or 64 V^T), 24 (load_wg).
@@ -77,10 +78,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.decode_e4m3.config import Config
 from pallas_kernels.formats import E4M3_MAX, MIN_SCALE
 from pallas_kernels.hopper import fp8
-from pallas_kernels.hopper.inline import sync_warps
+from pallas_kernels.hopper.inline import any_vote, sync_warps, vote
 from pallas_kernels.hopper.layouts import WGMMA_8BIT_ROW, WGMMA_ROW, across, down, full, tiled
 from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M, LAUNCH_REGISTERS
-from pallas_kernels.hopper.mma import add_dots, dots, opaque_zero
+from pallas_kernels.hopper.mma import add_dots, dot, dot_after, opaque_zero
 from pallas_kernels.hopper.pieces import Part, Piece
 from pallas_kernels.hopper.row_tiles import first_row
 from pallas_kernels.hopper.softmax import LN2, LOG2E, PairedSoftmax, with_sink
@@ -210,6 +211,7 @@ def _math_wg(wg: int, cta: Cta) -> None:
             scale_max = jnp.maximum(scale_max, smem.scale_max[1 - wg + zero, 0])
             softmax, alpha = softmax.follow(row_max, scale_max, config.slack, config.scale_slack)
             smem.alpha[wg] = alpha
+            vote(smem.votes.at[wg], 1.0 - alpha, interpret=interpret)
             p = jnp.exp2(s * across(factor, BLOCK_KV) - across(softmax.m, BLOCK_KV))
             softmax = softmax.add(p)
             # Read again, rather than kept; what stands behind the end has p = 0, but may be NaN.
@@ -303,22 +305,21 @@ def _quantise_queries(cta: Cta, wg: int, seq) -> jax.Array:
 
 def _scores(cta: Cta, stage, non_negative) -> tuple[jax.Array, jax.Array]:
     """Products of the queries with a tile's keys, less the queries' factor; the values' scales."""
-    config, smem = cta.config, cta.smem
+    config, smem, interpret = cta.config, cta.smem, cta.interpret
     latent, *_ = cta.views
-    zero = jnp.int32(0) if cta.interpret else opaque_zero(non_negative)
-    pairs = [
-        (smem.q_latent.at[zero], latent.at[stage].T),
-        (smem.q_rope.at[zero], smem.k_rope.at[stage].T),
-    ]
+    zero = jnp.int32(0) if interpret else opaque_zero(non_negative)
+    of_latent = smem.q_latent.at[zero], latent.at[stage].T
+    of_rope = smem.q_rope.at[zero], smem.k_rope.at[stage].T
+    shape = (BLOCK_M, BLOCK_KV)
+    scaled = lambda x, scale: x * down(scale, BLOCK_M)
     if config.rope_has_scale:
-        groups = [[pair] for pair in pairs]
-        products = dots(groups, (BLOCK_M, BLOCK_KV), interpret=cta.interpret)
-        scales = _token_scales(cta, stage)  # there are no registers for them before
-    else:
-        scales = _token_scales(cta, stage)
-        products = dots([pairs], (BLOCK_M, BLOCK_KV), interpret=cta.interpret)
-    terms = [x * down(scale, BLOCK_M) for x, scale in zip(products, scales, strict=True)]
-    return functools.reduce(jnp.add, terms), scales[0]
+        # The scales are read twice: there are no registers to keep those of the latent.
+        scale_rope = lambda s: scaled(s, _token_scales(cta, stage)[1])
+        rope, s = dot_after(of_rope, of_latent, shape, scale_rope, interpret=interpret)
+        scale, _ = _token_scales(cta, stage)
+        return scaled(s, scale) + rope, scale
+    (scale,) = _token_scales(cta, stage)
+    return scaled(dot([of_latent, of_rope], shape, interpret=interpret), scale), scale
 
 
 def _token_scales(cta: Cta, stage) -> tuple[jax.Array, ...]:
@@ -366,10 +367,13 @@ def _publish(cta: Cta, wg: int, p: jax.Array) -> None:
 
 
 def _rescale(cta: Cta, wg: int, accs):
-    """The output so far times alpha; left out where alpha is 1 for all rows, in all warps alike."""
-    alpha = _factors(cta, wg)
-    scaled = lambda *accs: tuple(acc * down(alpha, acc.shape[0]) for acc in accs)
-    needed = fp8.any_column_below_one(alpha, interpret=cta.interpret)
+    """The output so far times alpha; left out where alpha is 1 for all rows."""
+
+    def scaled(*accs):
+        alpha = _factors(cta, wg)
+        return tuple(acc * down(alpha, acc.shape[0]) for acc in accs)
+
+    needed = any_vote(cta.smem.votes.at[wg], interpret=cta.interpret)
     return lax.cond(needed, scaled, lambda *accs: accs, *accs)
 
 

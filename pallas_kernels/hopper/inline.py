@@ -1,5 +1,6 @@
 """The few device functions that Pallas has no primitive for, written in Mosaic GPU's own terms."""
 
+import functools
 from typing import Any
 
 import jax
@@ -35,18 +36,73 @@ def warp_any_below_one(ctx, values):
     """
     del ctx
     one = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), 1.0))
-    scalars = [
-        vector.extract(v, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
-        for v in values.registers.flat
+    below = [
+        arith.cmpf(arith.CmpFPredicate.OLT, _extract(v, 0), one) for v in values.registers.flat
     ]
-    below = [arith.cmpf(arith.CmpFPredicate.OLT, v, one) for v in scalars]
-    mine = below[0]
-    for other in below[1:]:
-        mine = arith.ori(mine, other)
-    vote = nvvm.vote_sync(
+    return FragmentedArray.splat(_any_of_warp(below), (), is_signed=False)
+
+
+VOTES = 4
+"""Float32 that `vote` writes: one of each warp."""
+
+
+def vote(ref, values: jax.Array, *, interpret: bool) -> None:
+    """Store, for `any_vote`, whether any of the `values`, one per accumulator row, is positive."""
+    if interpret:
+        ref[...] = jnp.full((VOTES,), jnp.any(values > 0.0), jnp.float32)
+        return
+
+    @inline_mgpu(arg_types=(plgpu.RefType(), WGMMA_ROW))
+    def store(ctx, ref, values):
+        del ctx
+        f32 = ir.F32Type.get()
+        zero, one = (arith.constant(f32, ir.FloatAttr.get(f32, x)) for x in (0.0, 1.0))
+        positive = [
+            arith.cmpf(arith.CmpFPredicate.OGT, _extract(v, 0), zero) for v in values.registers.flat
+        ]
+        # All lanes store the same.
+        thread = arith.index_cast(_i32(), gpu.thread_id(gpu.Dimension.x))
+        warp = arith.remui(arith.divui(thread, _const(32)), _const(VOTES))
+        at = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [warp], f32)
+        llvm.store(arith.select(_any_of_warp(positive), one, zero), at)
+
+    store(ref, values)
+
+
+def any_vote(ref, *, interpret: bool) -> jax.Array:
+    """Whether any warp has cast its vote in `ref`: alike in all threads. The warps must have met
+    since."""
+    if interpret:
+        return jnp.any(ref[...] > 0.0)
+
+    @inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=plgpu.Layout.WG_SPLAT(())),
+    )
+    def load(ctx, ref):
+        del ctx
+        f32 = ir.F32Type.get()
+        votes = llvm.load(ir.VectorType.get((VOTES,), f32), mgpu_utils.memref_ptr(ref))
+        most = functools.reduce(arith.maxnumf, [_extract(votes, i) for i in range(VOTES)])
+        zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
+        return FragmentedArray.splat(
+            arith.cmpf(arith.CmpFPredicate.OGT, most, zero), (), is_signed=False
+        )
+
+    return load(ref)
+
+
+def _any_of_warp(conditions):
+    """Whether any of a thread's conditions holds in any thread of its warp."""
+    mine = functools.reduce(arith.ori, conditions)
+    return nvvm.vote_sync(
         _const(-1), mine, nvvm.VoteSyncKind.any, results=[ir.IntegerType.get_signless(1)]
     )
-    return FragmentedArray.splat(vote, (), is_signed=False)
+
+
+def _extract(values, i: int):
+    position = ir.DenseI64ArrayAttr.get([i])
+    return vector.extract(values, dynamic_position=[], static_position=position)
 
 
 def sync_warps(*, interpret: bool) -> None:

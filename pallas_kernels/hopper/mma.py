@@ -50,23 +50,26 @@ def dot(
     return pl.run_scoped(issue, Accumulator(shape, jnp.float32))
 
 
-def dots(
-    operands: Operands,
+def dot_after[Result](
+    first: tuple[Operand, Operand],
+    then: tuple[Operand, Operand],
     shape: tuple[int, int],
+    use_first: Callable[[jax.Array], Result],
     *,
     interpret: bool,
-) -> tuple[jax.Array, ...]:
-    """`dot` of each of several sequences of operand pairs, issued together."""
+) -> tuple[Result, jax.Array]:
+    """`use_first(a @ b)` of the first pair, computed while the tensor cores work on the product of
+    the other; and that one."""
     if interpret:
-        return tuple(dot(pairs, shape, interpret=True) for pairs in operands)
+        return use_first(_plain(*first)), _plain(*then)
 
-    def issue(*accs):
-        for acc, pairs in zip(accs, operands, strict=True):
-            for a, b in pairs:
-                plgpu.wgmma(acc, a, b)
-        return tuple(acc[...] for acc in accs)
+    def issue(first_acc, then_acc):
+        plgpu.wgmma(first_acc, *first)
+        plgpu.wgmma(then_acc, *then)
+        used = use_first(plgpu.wgmma_accumulator_load(first_acc, wait_n=1))
+        return used, then_acc[...]
 
-    return pl.run_scoped(issue, *[Accumulator(shape, jnp.float32)] * len(operands))
+    return pl.run_scoped(issue, *[Accumulator(shape, jnp.float32)] * 2)
 
 
 def add_dots(
