@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.limits import BLOCK_M
 from pallas_kernels.hopper.plan import MERGE_PIECES, MERGE_REST, MERGE_SEQ, MERGE_SLOT
 from pallas_kernels.hopper.row_tiles import slot_of
 from pallas_kernels.hopper.softmax import LN2, LOG2E
@@ -40,9 +41,13 @@ def merge(
     sink: jax.Array | None,
     *,
     num_sms: int,
+    row_tile: int = BLOCK_M,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Fill in the rows of split sequences in `out [B, rows, C]` and the tiled `lse`, in place."""
+    """Fill in the rows of split sequences in `out [B, rows, C]` and `lse`, in place.
+
+    `lse` and the partial results are tiled by `row_tile` rows.
+    """
     rows, d_latent = out.shape[1:]
     num_parts = parts.shape[0]
     # Where the operand is a slice, or the result goes into a loop's stack (lax.scan, lax.map), XLA
@@ -69,7 +74,7 @@ def merge(
             columns_of_merge = (MERGE_SEQ, MERGE_SLOT, MERGE_REST, MERGE_PIECES)
             seq, first_slot, rest, pieces = (gmem.parts[merge, i] for i in columns_of_merge)
             row = lax.rem(item, jnp.int32(rows))
-            slot_row = slot_of(row, rows)
+            slot_row = slot_of(row, rows, row_tile)
 
             def gather(i):
                 i = jnp.minimum(i, pieces - 1)
