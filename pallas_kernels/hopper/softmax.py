@@ -11,7 +11,7 @@ from jax import lax
 
 from pallas_kernels.formats import MIN_SCALE
 from pallas_kernels.hopper.inline import warp_any_below_one
-from pallas_kernels.hopper.layouts import across, full
+from pallas_kernels.hopper.layouts import across, full, full_columns
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -100,6 +100,32 @@ class PairedSoftmax(NamedTuple):
     def finish(self, l: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`Softmax.finish`, with the sums of both warpgroups."""
         return Softmax(self.m, l).finish()
+
+
+class ColumnSoftmax(NamedTuple):
+    """`Softmax` of transposed scores: the rows are keys, a column is a query.
+
+    The sums stay apart, element by element, until the end: taken together they would cost a way
+    through shared memory for each tile.
+    """
+
+    m: jax.Array
+    """What is subtracted from the base-2 scores, of each column."""
+    l: jax.Array
+    """`[64, columns]`: the columns of it add up to the sums of `exp2(s - m)`."""
+
+    @staticmethod
+    def start(rows: int, columns: int) -> "ColumnSoftmax":
+        """The state of columns that have seen no key."""
+        m = full_columns(columns, NO_MAXIMUM)
+        return ColumnSoftmax(m, full((rows, columns), 0.0, jnp.float32))
+
+    def follow(self, maximum: jax.Array, slack: float) -> tuple["ColumnSoftmax", jax.Array]:
+        """Let `m` follow a tile's maximum, as in `Softmax.step`: the new state but for `l`, which
+        is the caller's to rescale with the output, and the factor of both."""
+        m_max = jnp.maximum(self.m, maximum)
+        m = jnp.where(m_max > self.m + slack, m_max, self.m)
+        return self._replace(m=m), jnp.exp2(self.m - m)
 
 
 def with_sink(inverse: jax.Array, lse2: jax.Array, sink: jax.Array) -> jax.Array:
