@@ -19,6 +19,7 @@ from pallas_kernels.decode_dense.config import Config
 from pallas_kernels.decode_e4m3 import entry as e4m3_entry
 from pallas_kernels.decode_e4m3.config import CACHE_FORMATS
 from pallas_kernels.decode_e4m3.config import Config as E4m3Config
+from pallas_kernels.decode_transposed.config import Config as TransposedConfig
 from pallas_kernels.formats import FORMATS, unscaled_format
 from pallas_kernels.hopper.plan import divide
 
@@ -98,7 +99,25 @@ class DecodeDense:
         return q(self.d_latent), q(self.d_rope), cache, table, lens, sink, scale
 
 
-def _decode_dense(causal, q_latent, q_rope, cache, block_table, seq_lens, sink, scale):
+@dataclasses.dataclass(frozen=True)
+class DecodeTransposed(DecodeDense):
+    """`mla_decode` on a bf16 or f16 cache, transposed: attention and combine."""
+
+    h: int = 16
+
+    kernel = "decode_transposed"
+
+    @property
+    def config(self) -> Any:
+        return TransposedConfig(**vars(super().config))
+
+    def function(self) -> Callable[..., Any]:
+        return functools.partial(_decode_dense, self.causal, transposed=True)
+
+
+def _decode_dense(
+    causal, q_latent, q_rope, cache, block_table, seq_lens, sink, scale, *, transposed=False
+):
     return decode.mla_decode(
         q_latent,
         q_rope,
@@ -110,6 +129,7 @@ def _decode_dense(causal, q_latent, q_rope, cache, block_table, seq_lens, sink, 
         attn_sink=sink,
         plan=None,
         return_lse=True,
+        transposed=transposed,
     )
 
 
@@ -243,7 +263,7 @@ def _attention_alone(config, q_latent, q_rope, cache, block_table, seq_lens, sin
     return e4m3_entry.launch(config, *arrays, run_scale=scale, attn_sink=sink)[:4]
 
 
-Variant = DecodeDense | DecodeE4m3 | CacheAppend
+Variant = DecodeDense | DecodeTransposed | DecodeE4m3 | CacheAppend
 
 HEADS = (
     *((128, 1), (128, 2), (64, 1), (40, 1), (32, 1)),
@@ -262,6 +282,11 @@ def few() -> list[Variant]:
         DecodeDense(f16, h=8, s_q=4, page_size=32, has_sink=True, d_latent=256, d_rope=32),
         DecodeDense(h=24, s_q=3, page_size=128, d_rope=32),
         DecodeDense(h=1, page_size=16, d_latent=256),
+        DecodeTransposed(),
+        DecodeTransposed(h=32, has_sink=True, page_size=128),
+        DecodeTransposed(f16, h=8, s_q=4, page_size=16, run_scale=True, causal=False),
+        DecodeTransposed(f16, h=24, s_q=3, page_size=32, has_sink=True, d_rope=32),
+        DecodeTransposed(h=1, d_latent=256),
         DecodeE4m3(),
         DecodeE4m3("fp8_full"),
         DecodeE4m3(h=16, s_q=4, run_scale=True),
@@ -293,6 +318,17 @@ def every() -> list[Variant]:
             ("bfloat16", "float16"), (16, 32, 64, 128), (512, 256), (64, 32)
         )
     ]
+    transposed_heads = [
+        DecodeTransposed(h=h, s_q=s_q, causal=causal, has_sink=sink)
+        for (h, s_q), sink in itertools.product((*HEADS, (8, 2), (8, 4)), (False, True))
+        for causal in ((True, False) if s_q > 1 else (True,))
+    ]
+    transposed_sizes = [
+        DecodeTransposed(dtype, h=h, page_size=page_size, d_latent=d_latent, d_rope=d_rope)
+        for dtype, h, page_size, d_latent, d_rope in itertools.product(
+            ("bfloat16", "float16"), (16, 32), (16, 32, 64, 128), (512, 256), (64, 32)
+        )
+    ]
     e4m3_heads = [
         DecodeE4m3(cache_format, h=h, s_q=s_q, causal=causal, has_sink=sink)
         for cache_format, (h, s_q), sink in itertools.product(CACHE_FORMATS, HEADS, (False, True))
@@ -313,4 +349,5 @@ def every() -> list[Variant]:
         for format, d_latent, rope in itertools.product(FORMATS, (512, 256), ropes)
         for dtype in ("bfloat16", "float16", "float32")
     ]
-    return list(dict.fromkeys([*few(), *heads, *sizes, *e4m3_heads, *e4m3_sizes, *appends]))
+    dense = [*heads, *sizes, *transposed_heads, *transposed_sizes]
+    return list(dict.fromkeys([*few(), *dense, *e4m3_heads, *e4m3_sizes, *appends]))

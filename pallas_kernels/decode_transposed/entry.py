@@ -1,0 +1,55 @@
+"""Launch of the transposed decode kernel: the arrays that it takes, padded and folded."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.decode_transposed.config import Config
+from pallas_kernels.decode_transposed.kernel import decode
+from pallas_kernels.hopper.row_tiles import row_of_slots
+
+
+def launch(
+    config: Config,
+    q_latent: jax.Array,
+    q_rope: jax.Array,
+    cache: Any,
+    block_table: jax.Array,
+    seq_lens: jax.Array,
+    parts: jax.Array,
+    *,
+    run_scale: jax.Array | None = None,
+    attn_sink: jax.Array | None,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Attend as `config` says, which must have no refusal.
+
+    Returns:
+        What `kernel.decode` gives, and the sink of each slot of the row tiles.
+    """
+    batch = q_latent.shape[0]
+    missing = max(config.row_tile - config.rows, 0)
+
+    def fold(q):
+        q = q.reshape(batch, config.rows, q.shape[-1])
+        return jnp.pad(q, ((0, 0), (0, missing), (0, 0))) if missing else q
+
+    inputs = {
+        "q_latent": fold(q_latent),
+        "q_rope": fold(q_rope),
+        "latent": cache.latent,
+        "rope": cache.rope,
+        "block_table": block_table,
+        "seq_lens": seq_lens,
+        "parts": parts,
+    }
+    sink = None
+    if attn_sink is not None:
+        slots = row_of_slots(config.rows, config.row_tile)
+        sink = attn_sink.astype(jnp.float32)[slots % config.num_heads]
+        inputs["sink"] = sink.reshape(config.row_tiles, config.row_tile)
+    if run_scale is not None:
+        inputs["run_scale"] = run_scale.reshape(1)
+    out, *others = decode(config, inputs, interpret)
+    return out[:, : config.rows], *others, sink
