@@ -118,9 +118,11 @@ class Built:
                 if get(0) is not UNKNOWN and get(1) is not UNKNOWN:
                     self.values[op.results[0]] = binary[op.name](get(0), get(1))
             elif op.name == "arith.cmpi":
-                compare = {5: np.greater_equal, 4: np.greater}
+                compare = {0: np.equal, 5: np.greater_equal, 4: np.greater}
                 predicate = ir.IntegerAttr(op.attributes["predicate"]).value
                 self.values[op.results[0]] = compare[predicate](get(0), get(1))
+            elif op.name == "arith.select" and get(0) is not UNKNOWN and get(1) is not UNKNOWN:
+                self.values[op.results[0]] = np.where(get(0), get(1), get(2))
             elif op.name == "vector.extract" and get(0) is not UNKNOWN:
                 self.values[op.results[0]] = get(0)
             elif op.name == "llvm.getelementptr":
@@ -155,3 +157,19 @@ def accumulator(shape):
             for half in range(2):
                 rows = 64 * block + 16 * WARP + LANE // 4 + 8 * half
                 yield (block, group, half), rows, 8 * group + LANE % 4 * 2
+
+
+def permuted(value):
+    """The operands of the byte permutation that gave a value."""
+    while "prmt" not in str(value.owner):
+        value = value.owner.operands[0]
+    return value.owner.operands
+
+
+def swizzled(rows, columns, row_tile, column_tile, row_bytes, itemsize):
+    """The byte of each element of a tiled matrix: TMA's swizzle, wgmma's canonical layout."""
+    in_row = columns * itemsize
+    tile, byte = in_row // row_bytes, in_row % row_bytes
+    offset = rows % 8 * row_bytes + byte
+    offset ^= (offset >> 7 & row_bytes // 16 - 1) << 4
+    return rows // 8 * row_tile + tile * column_tile + offset

@@ -17,7 +17,7 @@ from jaxlib.mlir import ir
 from pallas_kernels.hopper import fp8
 from pallas_kernels.hopper.layouts import WGMMA, WGMMA_8BIT, WGMMA_COLUMN, WGMMA_ROW
 from tests.kernels import addresses
-from tests.kernels.addresses import LANE, WARP, accumulator, array, source
+from tests.kernels.addresses import LANE, WARP, accumulator, array, permuted, source, swizzled
 
 
 @pytest.fixture(autouse=True)
@@ -28,22 +28,6 @@ def context():
 
 def build(monkeypatch, function, arguments):
     return addresses.Built(monkeypatch, function, arguments, fp8, "_warp_and_lane")
-
-
-def permuted(value):
-    """The operands of the byte permutation that gave a value."""
-    while "prmt" not in str(value.owner):
-        value = value.owner.operands[0]
-    return value.owner.operands
-
-
-def swizzled(rows, columns, row_tile, column_tile, row_bytes, itemsize):
-    """The byte of each element of a tiled matrix: TMA's swizzle, wgmma's canonical layout."""
-    in_row = columns * itemsize
-    tile, byte = in_row // row_bytes, in_row % row_bytes
-    offset = rows % 8 * row_bytes + byte
-    offset ^= (offset >> 7 & row_bytes // 16 - 1) << 4
-    return rows // 8 * row_tile + tile * column_tile + offset
 
 
 def eight_bit(shape):
