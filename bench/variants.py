@@ -99,22 +99,6 @@ class DecodeDense:
         return q(self.d_latent), q(self.d_rope), cache, table, lens, sink, scale
 
 
-@dataclasses.dataclass(frozen=True)
-class DecodeTransposed(DecodeDense):
-    """`mla_decode` on a bf16 or f16 cache, transposed: attention and combine."""
-
-    h: int = 16
-
-    kernel = "decode_transposed"
-
-    @property
-    def config(self) -> Any:
-        return TransposedConfig(**vars(super().config))
-
-    def function(self) -> Callable[..., Any]:
-        return functools.partial(_decode_dense, self.causal, transposed=True)
-
-
 def _decode_dense(
     causal, q_latent, q_rope, cache, block_table, seq_lens, sink, scale, *, transposed=False
 ):
@@ -248,13 +232,32 @@ class DecodeE4m3:
         cache = LatentCache(
             pages(self.d_latent, stored.latent_dtype),
             pages(self.d_rope, stored.rope_dtype),
-            pages(stored.num_scales(self.d_latent), jnp.float32),
+            pages(stored.num_scales(self.d_latent), jnp.float32) if stored.num_scales(1) else None,
             self.cache_format,
         )
         sink = array((self.h,), jnp.float32) if self.has_sink else None
         table, lens = array((BATCH, TABLE), jnp.int32), array((BATCH,), jnp.int32)
         scale = array((), jnp.float32) if self.run_scale else None
         return q(self.d_latent), q(self.d_rope), cache, table, lens, sink, scale
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeTransposed(DecodeE4m3):
+    """`mla_decode`, transposed: attention and combine."""
+
+    cache_format: str = "bf16"
+    h: int = 16
+
+    kernel = "decode_transposed"
+
+    @property
+    def config(self) -> Any:
+        fields = vars(super().config)
+        names = {field.name for field in dataclasses.fields(TransposedConfig)}
+        return TransposedConfig(**{name: fields[name] for name in fields if name in names})
+
+    def function(self) -> Callable[..., Any]:
+        return functools.partial(_decode_dense, self.causal, transposed=True)
 
 
 def _attention_alone(config, q_latent, q_rope, cache, block_table, seq_lens, sink, scale):
@@ -284,9 +287,13 @@ def few() -> list[Variant]:
         DecodeDense(h=1, page_size=16, d_latent=256),
         DecodeTransposed(),
         DecodeTransposed(h=32, has_sink=True, page_size=128),
-        DecodeTransposed(f16, h=8, s_q=4, page_size=16, run_scale=True, causal=False),
-        DecodeTransposed(f16, h=24, s_q=3, page_size=32, has_sink=True, d_rope=32),
+        DecodeTransposed("f16", f16, h=8, s_q=4, page_size=16, run_scale=True, causal=False),
+        DecodeTransposed("f16", f16, h=24, s_q=3, page_size=32, has_sink=True, d_rope=32),
         DecodeTransposed(h=1, d_latent=256),
+        DecodeTransposed("fp8_token"),
+        DecodeTransposed("fp8_full", h=32, has_sink=True, page_size=16),
+        DecodeTransposed("fp8_token", h=16, s_q=2, page_size=32, run_scale=True, causal=False),
+        DecodeTransposed("fp8_full", f16, h=8, page_size=128, d_latent=256, d_rope=32),
         DecodeE4m3(),
         DecodeE4m3("fp8_full"),
         DecodeE4m3(h=16, s_q=4, run_scale=True),
@@ -306,7 +313,8 @@ def few() -> list[Variant]:
 
 
 def every() -> list[Variant]:
-    """All heads, masks and sinks at the usual sizes; all sizes at 128 heads; every append."""
+    """All heads, masks and sinks at the usual sizes; all sizes at a few heads; every append."""
+    f16 = "float16"
     heads = [
         DecodeDense(h=h, s_q=s_q, causal=causal, has_sink=sink)
         for (h, s_q), sink in itertools.product(HEADS, (False, True))
@@ -319,14 +327,17 @@ def every() -> list[Variant]:
         )
     ]
     transposed_heads = [
-        DecodeTransposed(h=h, s_q=s_q, causal=causal, has_sink=sink)
-        for (h, s_q), sink in itertools.product((*HEADS, (8, 2), (8, 4)), (False, True))
+        DecodeTransposed(format, h=h, s_q=s_q, causal=causal, has_sink=sink)
+        for format, (h, s_q), sink in itertools.product(
+            ("bf16", *CACHE_FORMATS), (*HEADS, (8, 2), (8, 4)), (False, True)
+        )
         for causal in ((True, False) if s_q > 1 else (True,))
     ]
+    dtypes = {"bf16": "bfloat16", "f16": f16, "fp8_token": "bfloat16", "fp8_full": f16}
     transposed_sizes = [
-        DecodeTransposed(dtype, h=h, page_size=page_size, d_latent=d_latent, d_rope=d_rope)
-        for dtype, h, page_size, d_latent, d_rope in itertools.product(
-            ("bfloat16", "float16"), (16, 32), (16, 32, 64, 128), (512, 256), (64, 32)
+        DecodeTransposed(format, dtype, h=h, page_size=page_size, d_latent=d_latent, d_rope=d_rope)
+        for (format, dtype), h, page_size, d_latent, d_rope in itertools.product(
+            dtypes.items(), (16, 32), (16, 32, 64, 128), (512, 256), (64, 32)
         )
     ]
     e4m3_heads = [

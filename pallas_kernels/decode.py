@@ -16,6 +16,7 @@ from pallas_kernels.decode_e4m3 import entry as e4m3_entry
 from pallas_kernels.decode_e4m3.config import CACHE_FORMATS as E4M3_FORMATS
 from pallas_kernels.decode_e4m3.config import Config as E4m3Config
 from pallas_kernels.decode_transposed import entry as transposed_entry
+from pallas_kernels.decode_transposed.config import CACHE_FORMATS as TRANSPOSED_FORMATS
 from pallas_kernels.decode_transposed.config import Config as TransposedConfig
 from pallas_kernels.errors import Unsupported
 from pallas_kernels.hopper.device import num_sms
@@ -24,7 +25,6 @@ from pallas_kernels.hopper.plan import divide
 from pallas_kernels.hopper.row_tiles import untile
 
 FORMATS = ("bf16", "f16", *E4M3_FORMATS)
-TRANSPOSED_FORMATS = ("bf16", "f16")
 
 
 def mla_decode(
@@ -61,8 +61,10 @@ def mla_decode(
     _, q_len, num_heads, d_latent = q_latent.shape
     # A positive number is compiled in; anything else costs the kernel a product per score.
     is_number = not isinstance(scale, jax.Array) and 0.0 < float(scale) < math.inf
-    make: Any = TransposedConfig if transposed else Config
-    if in_e4m3:
+    make: Any = Config
+    if transposed:
+        make = functools.partial(TransposedConfig, cache_format=cache.format)
+    elif in_e4m3:
         make = functools.partial(E4m3Config, cache_format=cache.format)
     config = make(
         dtype=str(q_latent.dtype),

@@ -40,6 +40,9 @@ of each warpgroup is released by the other one.
 The maximum of a column is over all four warps of a warpgroup, by way of its own `scratch`
 (`hopper.columns`).
 
+From `fp8_token` and `fp8_full` caches both products are of e4m3 operands, as `decode_e4m3` has
+them: V^T goes through registers, P has the tokens' scales in it (`products.py`).
+
 Shared memory (bf16, d_latent 512, d_rope 64, 32 rows, 2 stages):
 
     buffer      shape           dtype  stages    KiB
@@ -55,14 +58,17 @@ Shared memory (bf16, d_latent 512, d_rope 64, 32 rows, 2 stages):
     barriers                                       1
     sum                                          224
 
-Registers per thread: 240 (each math warpgroup: 128 accumulator, 16 S, 16 sums), 24 (load_wg).
+In e4m3 four stages, k_scale beside them and no staging: 189 KiB (fp8_token).
+
+Registers per thread: 240 (each math warpgroup: 128 accumulator, 16 S, 8 sums, in e4m3 32 V^T), 24
+(load_wg).
 
 Barriers (arrivals x count per phase; each waiter waits for every phase):
 
     name         guards                                   arrives x count        waits
     q_full       q_latent, q_rope filled                  TMA x 2                mma_wg0, mma_wg1
     q_empty      the queries may be replaced              mma_wg0, mma_wg1 x 1   load_wg
-    k_full       stage filled                             TMA x 2 per page       mma_wg0, mma_wg1
+    k_full       stage filled                             TMA x 2, 3 per page    mma_wg0, mma_wg1
     k_empty      stage may be refilled                    mma_wg0, mma_wg1       load_wg
     merge_ready  m, l, halves; the last m, l read         mma_wg0, mma_wg1 x 1   mma_wg0, mma_wg1
 
@@ -82,15 +88,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode_transposed.config import Config
+from pallas_kernels.decode_transposed.config import VIEWS, Config
+from pallas_kernels.decode_transposed.products import In16Bits, InE4m3
 from pallas_kernels.hopper import columns, fp8
-from pallas_kernels.hopper.inline import sync_warps, zero_rows
-from pallas_kernels.hopper.layouts import WGMMA, down, full, full_columns
+from pallas_kernels.hopper.inline import sync_warps
+from pallas_kernels.hopper.layouts import WGMMA, down, full_columns
 from pallas_kernels.hopper.limits import BLOCK_KV, LAUNCH_REGISTERS
-from pallas_kernels.hopper.mma import add_dots, dot, opaque_zero
+from pallas_kernels.hopper.mma import opaque_zero
 from pallas_kernels.hopper.pieces import Part, Piece
 from pallas_kernels.hopper.row_tiles import first_row
-from pallas_kernels.hopper.softmax import LN2, LOG2E, ColumnSoftmax, Softmax, with_sink
+from pallas_kernels.hopper.softmax import LN2, ColumnSoftmax, Softmax, with_sink
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,11 +130,17 @@ class Cta:
         return pl.ds(pl.multiple_of(self.row_index * tile, tile), tile)
 
     @property
-    def views(self) -> tuple[Any, Any]:
-        """The ring as keys, and as halves of outputs in exchange."""
+    def views(self) -> Any:
+        """The ring as `latent`, `exchange` and, in e4m3, `pairs`."""
         if self.interpret:
-            return self.smem.latent, self.smem.exchange
-        return self.smem.kv_latent
+            return self.smem
+        return SimpleNamespace(**dict(zip(VIEWS, self.smem.kv_latent, strict=False)))
+
+    def products(self, wg: int) -> In16Bits | InE4m3:
+        """The math of warpgroup `wg`."""
+        make = InE4m3 if self.config.in_e4m3 else In16Bits
+        of_cta = self.interpret, self.gmem, self.smem, self.views, self.row_index
+        return make(self.config, wg, *of_cta)
 
     def stage(self, tile_count: jax.Array) -> jax.Array:
         """The stage of the ring of the tile that comes after `tile_count` others."""
@@ -160,8 +173,7 @@ class Share:
 def _load_wg(cta: Cta) -> None:
     """Keep the ring of key tiles full, across the sequences; load each one's queries."""
     config, gmem, smem, bar = cta.config, cta.gmem, cta.smem, cta.bar
-    latent_ring, _ = cta.views
-    page_tokens = min(config.page_size, BLOCK_KV)
+    page_tokens, per_token = config.page_tokens, config.scales_per_token
 
     def load_q(seq):
         for source, buffer in ((gmem.q_latent, smem.q_latent), (gmem.q_rope, smem.q_rope)):
@@ -175,11 +187,18 @@ def _load_wg(cta: Cta) -> None:
             # anything.
             index = jnp.minimum(lax.div(token, jnp.int32(config.page_size)), last_page)
             page = gmem.block_table[piece.seq, index]
-            tokens = pl.ds(lax.rem(token, jnp.int32(config.page_size)), page_tokens)
-            into = pl.ds(i * page_tokens, page_tokens)
-            for source, ring in ((gmem.latent, latent_ring), (gmem.rope, smem.k_rope)):
-                target = ring.at[stage, into]
-                plgpu.copy_gmem_to_smem(source.at[page, tokens], target, bar.k_full.at[stage])
+            offset = lax.rem(token, jnp.int32(config.page_size))
+            tokens, into = pl.ds(offset, page_tokens), pl.ds(i * page_tokens, page_tokens)
+            copies = [
+                (gmem.latent.at[page, tokens], cta.views.latent.at[stage, into]),
+                (gmem.rope.at[page, tokens], smem.k_rope.at[stage, into]),
+            ]
+            if per_token:
+                scales = pl.ds(offset * per_token, page_tokens * per_token)
+                into = pl.ds(0, page_tokens * per_token)
+                copies.append((gmem.scale.at[page, scales], smem.k_scale.at[stage, i, into]))
+            for source, target in copies:
+                plgpu.copy_gmem_to_smem(source, target, bar.k_full.at[stage])
 
     def run(seq, carry):
         piece = cta.part.piece(seq)
@@ -216,57 +235,51 @@ def _load_wg(cta: Cta) -> None:
 
 def _math_wg(wg: int, cta: Cta) -> None:
     """Every other key tile, from scores to output; at a sequence's end one half of the output."""
-    config, gmem, smem, bar = cta.config, cta.gmem, cta.smem, cta.bar
-    interpret, latent = cta.interpret, cta.views[0]
-    at_run_time = config.scale is None
-    run_scale_log2 = gmem.run_scale[0] * LOG2E if at_run_time else jnp.float32(1.0)
-    scale_log2 = 1.0 if config.scale is None else config.scale * LOG2E
-    zeros = lambda: full((config.d_half, config.row_tile), 0.0, jnp.float32)
+    config, smem, bar = cta.config, cta.smem, cta.bar
+    interpret, products = cta.interpret, cta.products(wg)
+    own_rows = functools.partial(columns.own_rows, interpret=interpret)
+    over_rows = functools.partial(columns.over_rows, interpret=interpret)
 
     def run(seq, carry):
         count, pieces = carry
         piece = cta.part.piece(seq)
         share = Share.of(wg, count, piece)
 
-        def step(i, carry):
-            accs, softmax = carry
+        def step(i, carry, factor):
+            halves, softmax = carry
             index = share.index(i)
             stage, tile = cta.stage(count + index), piece.end - 1 - index
-            last = i == share.tiles - 1
+            live, last = piece.seq_len - tile * BLOCK_KV, i == share.tiles - 1
             plgpu.barrier_wait(bar.k_full.at[stage])
             zero = jnp.int32(0) if interpret else opaque_zero(piece.seq_len + index)
-            keys_and_queries = (
-                (latent.at[stage], smem.q_latent.at[zero].T),
-                (smem.k_rope.at[stage], smem.q_rope.at[zero].T),
-            )
-            s = dot(keys_and_queries, (BLOCK_KV, config.row_tile), interpret=interpret)
+            s = products.scores(stage, zero)
             plgpu.barrier_arrive(bar.q_empty, predicate=last)
-            if at_run_time:
-                s = s * run_scale_log2
-            s = _mask(cta, piece, tile, s)
-            _zero_dead_tokens(cta, piece, tile, stage)
-            largest = columns.reduce_rows(s, smem.scratch.at[wg], largest=True, interpret=interpret)
-            softmax, alpha = softmax.follow(largest * scale_log2, config.slack)
-            p = jnp.exp2(s * scale_log2 - down(softmax.m, BLOCK_KV))
+            s = _mask(cta, live, s)
+            # Another warp's wgmma may still read these as keys, whose scores are masked.
+            pl.when(live < BLOCK_KV)(lambda: products.zero_dead_tokens(stage, live))
+            scale_max = products.largest_scale(stage, live)
+            largest = over_rows(own_rows(s, largest=True), smem.scratch.at[wg], largest=True)
+            softmax, alpha, beta = softmax.follow(
+                largest * factor, scale_max, config.slack, config.scale_slack
+            )
+            scaled = s * (factor if isinstance(factor, float) else down(factor, BLOCK_KV))
+            p = jnp.exp2(scaled - down(softmax.m, BLOCK_KV))
+            halves, l = _rescale(alpha, beta, halves, softmax.l, interpret=interpret)
             # The maxima were a meeting of the warps: none of them still multiplies with P.
-            smem.p.at[wg].T[...] = p.astype(jnp.dtype(config.dtype))
-            plgpu.commit_smem()
-            accs, l = _rescale(alpha, (accs, softmax.l), interpret=interpret)
-            values = (latent.at[stage, :, config.half(half)].T for half in range(2))
-            p_t = smem.p.at[wg + zero].T
-            accs = add_dots(accs, [[(v_t, p_t)] for v_t in values], interpret=interpret)
+            halves = products.add_values(stage, zero, halves, p, softmax.scale, live)
             plgpu.barrier_arrive(bar.k_empty.at[stage], predicate=jnp.logical_not(last))
-            return accs, softmax._replace(l=l + p)
+            return halves, softmax._replace(l=l + own_rows(p, largest=False))
 
         def live():
             plgpu.barrier_wait(bar.q_full)
-            start = (zeros(), zeros()), ColumnSoftmax.start(BLOCK_KV, config.row_tile)
-            accs, softmax = lax.fori_loop(0, share.tiles, step, start)
+            one = functools.partial(step, factor=products.score_factor(seq))
+            state = ColumnSoftmax.start(config.row_tile, scaled=config.in_e4m3)
+            halves, softmax = lax.fori_loop(0, share.tiles, one, (products.zeros(), state))
             pl.when(share.tiles == 0)(lambda: plgpu.barrier_arrive(bar.q_empty))
-            _finish(cta, wg, count, pieces, cta.part.piece(seq), accs, softmax)
+            _finish(cta, wg, count, pieces, cta.part.piece(seq), halves, softmax)
 
         def empty():
-            _store(cta, wg, piece, zeros())
+            _store(cta, wg, piece, products.zeros()[wg])
             if wg == 0:
                 _store_lse(cta, piece, full_columns(config.row_tile, -jnp.inf))
 
@@ -276,118 +289,112 @@ def _math_wg(wg: int, cta: Cta) -> None:
     cta.part.each_sequence(run, (jnp.int32(0), jnp.int32(0)))
 
 
-def _mask(cta: Cta, piece: Piece, tile, s: jax.Array) -> jax.Array:
-    """-inf where a row may not see a key: behind the end, or, causal, behind the row's own
+def _mask(cta: Cta, live, s: jax.Array) -> jax.Array:
+    """-inf where a row may not see a key: behind the end, `live`, or, causal, behind the row's own
     token."""
     config = cta.config
     behind = config.q_len - 1 if config.causal else 0
-    limit = piece.seq_len - tile * BLOCK_KV - behind
 
     def mask(s):
         iota = lambda dim: plgpu.broadcasted_iota(jnp.int32, s.shape, dim, layout=WGMMA)
-        limits = limit
+        limits = live - behind
         if behind:
-            limits = limit + lax.div(iota(1) + cta.first_row, jnp.int32(config.num_heads))
+            limits += lax.div(iota(1) + cta.first_row, jnp.int32(config.num_heads))
         return jnp.where(iota(0) < limits, s, -jnp.inf)
 
-    return lax.cond(limit < BLOCK_KV, mask, lambda s: s, s)
+    return lax.cond(live - behind < BLOCK_KV, mask, lambda s: s, s)
 
 
-def _zero_dead_tokens(cta: Cta, piece: Piece, tile, stage) -> None:
-    """Zero the rows of V behind the sequence's end: what lies there may be NaN, and 0 x NaN is
-    NaN.
+def _rescale(alpha: jax.Array, beta: jax.Array, halves: Any, l: jax.Array, *, interpret: bool):
+    """The output so far times alpha and the sums times beta, which is no less; left out where alpha
+    is 1 for all columns, in all warps alike."""
+    leaves, tree = jax.tree.flatten(halves)
 
-    Another warp's QK may still read them as keys; their scores are masked whatever they are.
-    """
-    live = piece.seq_len - tile * BLOCK_KV
-    latent, _ = cta.views
-    pl.when(live < BLOCK_KV)(lambda: zero_rows(latent.at[stage], live, interpret=cta.interpret))
+    def scaled(l, *leaves):
+        return l * beta, *(x * down(alpha, x.shape[0]) for x in leaves)
 
-
-def _rescale(alpha: jax.Array, state: Any, *, interpret: bool) -> Any:
-    """What is summed so far times alpha; left out where alpha is 1 for all columns, in all warps
-    alike."""
-    leaves, tree = jax.tree.flatten(state)
-    scaled = lambda *xs: tuple(x * down(alpha, x.shape[0]) for x in xs)
     needed = fp8.any_column_below_one(alpha, interpret=interpret)
-    return jax.tree.unflatten(tree, lax.cond(needed, scaled, lambda *xs: xs, *leaves))
+    l, *leaves = lax.cond(needed, scaled, lambda *same: same, l, *leaves)
+    return jax.tree.unflatten(tree, leaves), l
 
 
 def _finish(
-    cta: Cta, wg: int, count, pieces, piece: Piece, accs: Any, softmax: ColumnSoftmax
+    cta: Cta, wg: int, count, pieces, piece: Piece, halves: Any, softmax: ColumnSoftmax
 ) -> None:
     """Add up what both math warpgroups have, normalise and store one half of the output."""
     config, smem, bar, interpret = cta.config, cta.smem, cta.bar, cta.interpret
     own, other = (Share.of(i, count, piece) for i in (wg, 1 - wg))
-    l = columns.reduce_rows(softmax.l, smem.scratch.at[wg], largest=False, interpret=interpret)
+    halves = cta.products(wg).true_size(halves, softmax.scale)
+    l = columns.over_rows(softmax.l, smem.scratch.at[wg], largest=False, interpret=interpret)
     # The products of all warps have read V, and they the scratch.
     sync_warps(interpret=interpret)
     place = 2 * lax.rem(pieces, jnp.int32(2))
     for ref, values in ((smem.m, softmax.m), (smem.l, l)):
         columns.store_column_values(ref.at[place + wg], values, interpret=interpret)
-    pl.when(own.tiles > 0)(lambda: _give(cta, cta.stage(count + own.last), accs[1 - wg]))
+    given = halves[1 - wg]
+    pl.when(own.tiles > 0)(lambda: _give(cta, cta.stage(count + own.last), given))
     plgpu.barrier_arrive(bar.merge_ready)
     plgpu.barrier_wait(bar.merge_ready)
 
-    m_other, l_other = (
-        fp8.load_columns(ref.at[pl.ds(place + 1 - wg, 1)], config.row_tile, interpret=interpret)[0]
-        for ref in (smem.m, smem.l)
-    )
+    load = functools.partial(fp8.load_columns, columns=config.row_tile, interpret=interpret)
+    (m_other,), (l_other,) = (load(ref.at[pl.ds(place + 1 - wg, 1)]) for ref in (smem.m, smem.l))
     m = jnp.maximum(softmax.m, m_other)
     factors = jnp.exp2(softmax.m - m), jnp.exp2(m_other - m)
     inverse, lse2 = Softmax(m, l * factors[0] + l_other * factors[1]).finish()
     if wg == 0:
         _store_lse(cta, piece, lse2)
     if config.has_sink:
-        sink = cta.gmem.sink.at[pl.ds(cta.row_index, 1)]
-        (sink,) = fp8.load_columns(sink, config.row_tile, interpret=interpret)
+        # Else its address would be made before the loop over the sequences, and spilled.
+        zero = jnp.int32(0) if interpret else opaque_zero(piece.seq_len)
+        (sink,) = load(cta.gmem.sink.at[pl.ds(cta.row_index + zero, 1)])
         inverse = lax.cond(piece.whole, lambda: with_sink(inverse, lse2, sink), lambda: inverse)
-    mine, theirs = (down(factor * inverse, config.d_half) for factor in factors)
-    acc = accs[wg] * mine
+    mine, theirs = (down(factor * inverse, halves[wg][0].shape[0]) for factor in factors)
     stage = cta.stage(count + other.last)
-    both = lambda acc: acc + _take(cta, stage, acc.shape) * theirs
-    acc = lax.cond(other.tiles > 0, both, lambda acc: acc, acc)
-    plgpu.commit_smem()  # TMA writes where `acc` was read
+    half = []
+    for ref, acc in zip(_exchange(cta, stage), halves[wg], strict=True):
+        add = lambda acc, ref=ref: acc + _take(cta, ref, stage, acc.shape) * theirs
+        half.append(lax.cond(other.tiles > 0, add, lambda same: same, acc * mine))
+    plgpu.commit_smem()  # TMA writes where that was read
     plgpu.barrier_arrive(bar.k_empty.at[stage], predicate=other.tiles > 0)
-    _store(cta, wg, piece, acc)
+    _store(cta, wg, piece, half)
 
 
-def _give(cta: Cta, stage, acc: jax.Array) -> None:
+def _exchange(cta: Cta, stage) -> list[Any]:
+    """The places of half an output's accumulators in a stage."""
+    rows = cta.config.exchange_rows
+    places = (pl.ds(i * rows, rows) for i in range(cta.config.accumulators))
+    return [cta.views.exchange.at[stage, place] for place in places]
+
+
+def _give(cta: Cta, stage, half: Any) -> None:
     """Half an output to the other math warpgroup, in the place of this stage's keys."""
-    latent, exchange = cta.views
+    latent = cta.views.latent
     if cta.interpret:  # what was there is lost
         latent[stage] = jnp.full(latent.shape[1:], jnp.nan, latent.dtype)
-    ref = exchange.at[stage, pl.ds(0, cta.config.exchange_rows)]
-    columns.give(ref, acc, interpret=cta.interpret)
+    for ref, acc in zip(_exchange(cta, stage), half, strict=True):
+        columns.give(ref, acc, interpret=cta.interpret)
 
 
-def _take(cta: Cta, stage, shape: tuple[int, int]) -> jax.Array:
-    """What the other math warpgroup has given."""
-    latent, exchange = cta.views
-    ref = exchange.at[stage, pl.ds(0, cta.config.exchange_rows)]
+def _take(cta: Cta, ref, stage, shape: tuple[int, int]) -> jax.Array:
+    """What the other math warpgroup has given there."""
     acc = columns.take(ref, shape, interpret=cta.interpret)
     if cta.interpret:  # unless the stage has been filled again
-        acc = jnp.where(jnp.isnan(latent[stage]).all(), acc, jnp.nan)
+        lost = jnp.isnan(cta.views.latent[stage].astype(jnp.float32)).all()
+        acc = jnp.where(lost, acc, jnp.nan)
     return acc
 
 
-def _store(cta: Cta, wg: int, piece: Piece, acc: jax.Array) -> None:
-    """Store a normalised half, transposed: final for a whole sequence, else partial, in
-    float32."""
-    config, gmem, half = cta.config, cta.gmem, cta.config.half(wg)
+def _store(cta: Cta, wg: int, piece: Piece, half: Any) -> None:
+    """Store a normalised half: final for a whole sequence, else partial."""
+    gmem, channels, products = cta.gmem, cta.config.half(wg), cta.products(wg)
 
     @pl.when(piece.whole)
     def _():
-        staging = cta.smem.staging.at[wg]
-        staging.T[...] = acc.astype(jnp.dtype(config.dtype))
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staging, gmem.out.at[piece.seq, cta.rows, half])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        products.store_final(gmem.out.at[piece.seq, cta.rows, channels], half)
 
     @pl.when(jnp.logical_not(piece.whole))
     def _():
-        ref = gmem.partial.at[piece.slot, cta.padded_rows, half]
-        columns.store_turned(ref, acc, interpret=cta.interpret)
+        products.store_partial(gmem.partial.at[piece.slot, cta.padded_rows, channels], half)
 
 
 def _store_lse(cta: Cta, piece: Piece, lse2: jax.Array) -> None:

@@ -4,6 +4,7 @@ What the schedules have in common (`plan`, traced lengths, loops, vmap) is in
 `test_decode_dense_hopper.py`.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -15,10 +16,8 @@ from mla_jax import mla_decode, plan_decode
 from tests import inputs, oracle, tolerances
 from tests.kernels.pairwise import pairwise
 from tests.kernels.test_decode_dense_hopper import (
-    FORMATS,
     LENS,
     assert_bitwise_equal,
-    decode_case,
     poison_free_memory,
     sinks,
 )
@@ -28,8 +27,40 @@ pytestmark = pytest.mark.hopper
 # Less than a row of a swizzle atom, each count of columns, whole tiles, tiles that overlap.
 HEADS_AND_QUERIES = [
     *[(1, 1), (4, 1), (8, 1), (3, 3), (16, 1), (8, 2), (24, 1), (5, 4), (32, 1), (16, 2)],
-    *[(40, 1), (64, 1), (16, 4), (24, 3), (128, 1)],
+    *[(40, 1), (64, 1), (16, 4), (24, 3), (128, 1), (2, 1), (12, 1), (20, 1), (6, 4), (2, 12)],
 ]
+
+
+E4M3_FORMATS = ("fp8_token", "fp8_full")
+FORMATS = ("bf16", "f16", *E4M3_FORMATS)
+
+
+def decode_case(lens, h_q=16, s_q=1, page_size=64, c=512, r=64, format="bf16", seed=0, dtype=None):
+    """In e4m3 with queries as small as the contract has them: `inputs` makes them ten times as
+    large."""
+    case = inputs.decode_case(
+        lens,
+        h_q=h_q,
+        s_q=s_q,
+        page_size=page_size,
+        kv_lora_rank=c,
+        rope_dim=r,
+        format=format,
+        dtype=dtype or (jnp.float16 if format == "f16" else jnp.bfloat16),
+        seed=seed,
+    )
+    if format not in E4M3_FORMATS:
+        return case
+    small = lambda q: (q / 10).astype(q.dtype)
+    return dataclasses.replace(case, q_latent=small(case.q_latent), q_rope=small(case.q_rope))
+
+
+def compare(case, out, lse, expected_out, expected_lse):
+    within = tolerances.OUT[out.dtype.name], tolerances.LSE
+    if case.cache.format in E4M3_FORMATS:
+        within = tolerances.E4M3_OUT, tolerances.E4M3_LSE
+    tolerances.check("out", out, expected_out, within[0])
+    tolerances.check("lse", lse, expected_lse, within[1])
 
 
 def compiled(scale=inputs.SCALE, causal=True, attn_sink=None):
@@ -53,8 +84,7 @@ def check(case, *, scale=inputs.SCALE, causal=True, attn_sink=None):
     expected_out, expected_lse = oracle.decode(
         *case.args, scale=scale, causal=causal, attn_sink=attn_sink
     )
-    tolerances.check("out", out, expected_out, tolerances.OUT[out.dtype.name])
-    tolerances.check("lse", lse, expected_lse, tolerances.LSE)
+    compare(case, out, lse, expected_out, expected_lse)
     return out, lse
 
 
@@ -64,7 +94,7 @@ CASES = pairwise(
     lens=tuple(LENS),
     c=(512, 256),
     r=(64, 32),
-    format=tuple(FORMATS),
+    format=FORMATS,
     causal=(True, False),
     sink=(False, True),
 )
@@ -92,23 +122,50 @@ def test_full_product(h_q, s_q, page_size, c, r, format):
     check(decode_case(LENS["many"], h_q, s_q, page_size, c, r, format))
 
 
+@pytest.mark.parametrize("format", ["bf16", "fp8_token"])
 @pytest.mark.parametrize("h_q", [8, 16, 32])
 @pytest.mark.parametrize("tiles", [1, 2, 3, 4, 15, 16])
-def test_odd_and_even_counts_of_tiles(tiles, h_q):
+def test_odd_and_even_counts_of_tiles(tiles, h_q, format):
     """One sequence for each SM and more: single tiles of either warpgroup, and none."""
     lens = [64 * tiles, 64 * tiles - 1, 64 * (tiles - 1) + 1, 0] * 50
-    check(decode_case(lens, h_q))
+    check(decode_case(lens, h_q, format=format))
 
 
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("h_q", [16, 32])
-def test_long_sequences(h_q):
+def test_long_sequences(h_q, format):
     """Where a prototype was wrong now and then: many tiles, both warpgroups at their own pace."""
-    check(decode_case((9000, 20_000, 64, 12_345), h_q))
+    check(decode_case((9000, 20_000, 64, 12_345), h_q, format=format))
 
 
-def test_long_ring():
+@pytest.mark.parametrize("format", ["bf16", "fp8_full"])
+def test_long_ring(format):
     """Every CTA takes each stage of the ring many times, across sequences."""
-    check(decode_case((3000, 1, 2900, 0, 3100, 64) * 20, h_q=16))
+    check(decode_case((3000, 1, 2900, 0, 3100, 64) * 20, h_q=16, format=format))
+
+
+@pytest.mark.parametrize("format", E4M3_FORMATS)
+def test_f16_queries_of_an_fp8_cache(format):
+    check(decode_case(LENS["split"], h_q=16, format=format, dtype=jnp.float16))
+
+
+@pytest.mark.parametrize("format", E4M3_FORMATS)
+def test_as_the_other_schedule(format):
+    """The same quantised operands in another order: much nearer than either is to the oracle."""
+    case = decode_case(LENS["split"], h_q=16, format=format)
+    kwargs = {"scale": inputs.SCALE, "return_lse": True}
+    other = mla_decode(*case.args, **kwargs, implementation="mosaic")
+    ours = compiled()(*case.args)
+    tolerances.check("lse", ours[1], np.asarray(other[1]), tolerances.LSE)
+
+
+def test_tokens_of_very_different_scale():
+    """The scale that all are relative to rises and rises; the smallest tokens still count."""
+    case = decode_case((5000,), 8, format="fp8_token")
+    scale = np.array(case.cache.scale).reshape(-1)
+    scale[case.live] *= 10.0 ** -np.linspace(0, 3, 5000, dtype=np.float32)
+    scale = jnp.asarray(scale.reshape(case.cache.scale.shape))
+    check(dataclasses.replace(case, cache=dataclasses.replace(case.cache, scale=scale)))
 
 
 def test_rising_maximum():
@@ -127,16 +184,15 @@ def test_large_scores_of_either_sign():
     tolerances.check("lse", lse, expected_lse, tolerances.LSE)
 
 
+@pytest.mark.parametrize("format", ["bf16", "fp8_token"])
 @pytest.mark.parametrize("scale", [0.2, 0.0, -0.2])
-def test_scale_may_be_traced(scale):
-    case = decode_case(LENS["ragged"], h_q=8, s_q=2)
+def test_scale_may_be_traced(scale, format):
+    case = decode_case(LENS["ragged"], h_q=8, s_q=2, format=format)
     decode = jax.jit(
         functools.partial(mla_decode, implementation="mosaic_transposed", return_lse=True)
     )
     out, lse = decode(*case.args, scale=scale)
-    wanted_out, wanted_lse = oracle.decode(*case.args, scale=scale)
-    tolerances.check("out", out, wanted_out, tolerances.OUT[out.dtype.name])
-    tolerances.check("lse", lse, wanted_lse, tolerances.LSE)
+    compare(case, out, lse, *oracle.decode(*case.args, scale=scale))
 
 
 @pytest.mark.parametrize("h_q", [16, 40])
@@ -175,8 +231,9 @@ def test_error_in_fp16_of_very_long_sequences():
     test_error_in_fp16(65536)
 
 
-def test_it_is_what_none_chooses():
+@pytest.mark.parametrize("format", FORMATS)
+def test_it_is_what_none_chooses(format):
     """For few rows, where it is predicted to be the faster."""
-    case = decode_case(LENS["split"], h_q=16, s_q=2)
+    case = decode_case(LENS["split"], h_q=16, s_q=2, format=format)
     found = mla_decode(*case.args, scale=inputs.SCALE, return_lse=True)
     assert_bitwise_equal(found, compiled()(*case.args))
