@@ -151,12 +151,12 @@ def test_f16_queries_of_an_fp8_cache(format):
 
 @pytest.mark.parametrize("format", E4M3_FORMATS)
 def test_as_the_other_schedule(format):
-    """The same quantised operands in another order: much nearer than either is to the oracle."""
+    """The same operands, in another order, but for the last bit of what queries are divided by."""
     case = decode_case(LENS["split"], h_q=16, format=format)
     kwargs = {"scale": inputs.SCALE, "return_lse": True}
     other = mla_decode(*case.args, **kwargs, implementation="mosaic")
     ours = compiled()(*case.args)
-    tolerances.check("lse", ours[1], np.asarray(other[1]), tolerances.LSE)
+    compare(case, *ours, *map(np.asarray, other))
 
 
 def test_tokens_of_very_different_scale():
@@ -218,10 +218,14 @@ def test_lengths_that_the_table_has_no_place_for():
 
 @pytest.mark.parametrize("seq_len", [1024, 4096, 16384])
 def test_error_in_fp16(seq_len):
-    """The measure of the ETAP paper (arXiv:2506.01969): the root of the mean square error."""
+    """The measure of the ETAP paper (arXiv:2506.01969): the root of the mean square error, with
+    keys of N(0, 1). A sequence of 1024 tokens has the largest outputs: 1.0e-5 on the simulated
+    GPU, most of it the rounding of the output."""
     case = decode_case((seq_len,) * 16, h_q=16, format="f16")
-    out, _ = compiled()(*case.args)
-    expected, _ = oracle.decode(*case.args, scale=inputs.SCALE)
+    grown = jax.tree.map(lambda x: x * 10, case.cache)
+    args = (case.q_latent / 10, case.q_rope / 10, grown, case.block_table, case.seq_lens)
+    out, _ = compiled()(*args)
+    expected, _ = oracle.decode(*args, scale=inputs.SCALE)
     error = np.asarray(out).astype(np.float64) - expected
     assert np.sqrt(np.mean(error**2)) <= tolerances.TRANSPOSED_FP16_RMSE
 
