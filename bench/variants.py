@@ -19,6 +19,7 @@ from pallas_kernels.decode_dense.config import Config
 from pallas_kernels.decode_e4m3 import entry as e4m3_entry
 from pallas_kernels.decode_e4m3.config import CACHE_FORMATS
 from pallas_kernels.decode_e4m3.config import Config as E4m3Config
+from pallas_kernels.decode_transposed.config import Config as TransposedConfig
 from pallas_kernels.formats import FORMATS, unscaled_format
 from pallas_kernels.hopper.plan import divide
 
@@ -98,7 +99,9 @@ class DecodeDense:
         return q(self.d_latent), q(self.d_rope), cache, table, lens, sink, scale
 
 
-def _decode_dense(causal, q_latent, q_rope, cache, block_table, seq_lens, sink, scale):
+def _decode_dense(
+    causal, q_latent, q_rope, cache, block_table, seq_lens, sink, scale, *, transposed=False
+):
     return decode.mla_decode(
         q_latent,
         q_rope,
@@ -110,6 +113,7 @@ def _decode_dense(causal, q_latent, q_rope, cache, block_table, seq_lens, sink, 
         attn_sink=sink,
         plan=None,
         return_lse=True,
+        transposed=transposed,
     )
 
 
@@ -228,7 +232,7 @@ class DecodeE4m3:
         cache = LatentCache(
             pages(self.d_latent, stored.latent_dtype),
             pages(self.d_rope, stored.rope_dtype),
-            pages(stored.num_scales(self.d_latent), jnp.float32),
+            pages(stored.num_scales(self.d_latent), jnp.float32) if stored.num_scales(1) else None,
             self.cache_format,
         )
         sink = array((self.h,), jnp.float32) if self.has_sink else None
@@ -237,13 +241,32 @@ class DecodeE4m3:
         return q(self.d_latent), q(self.d_rope), cache, table, lens, sink, scale
 
 
+@dataclasses.dataclass(frozen=True)
+class DecodeTransposed(DecodeE4m3):
+    """`mla_decode`, transposed: attention and combine."""
+
+    cache_format: str = "bf16"
+    h: int = 16
+
+    kernel = "decode_transposed"
+
+    @property
+    def config(self) -> Any:
+        fields = vars(super().config)
+        names = {field.name for field in dataclasses.fields(TransposedConfig)}
+        return TransposedConfig(**{name: fields[name] for name in fields if name in names})
+
+    def function(self) -> Callable[..., Any]:
+        return functools.partial(_decode_dense, self.causal, transposed=True)
+
+
 def _attention_alone(config, q_latent, q_rope, cache, block_table, seq_lens, sink, scale):
     parts = divide(seq_lens, rows=config.rows)
     arrays = q_latent, q_rope, cache, block_table, seq_lens, parts
     return e4m3_entry.launch(config, *arrays, run_scale=scale, attn_sink=sink)[:4]
 
 
-Variant = DecodeDense | DecodeE4m3 | CacheAppend
+Variant = DecodeDense | DecodeTransposed | DecodeE4m3 | CacheAppend
 
 HEADS = (
     *((128, 1), (128, 2), (64, 1), (40, 1), (32, 1)),
@@ -262,6 +285,15 @@ def few() -> list[Variant]:
         DecodeDense(f16, h=8, s_q=4, page_size=32, has_sink=True, d_latent=256, d_rope=32),
         DecodeDense(h=24, s_q=3, page_size=128, d_rope=32),
         DecodeDense(h=1, page_size=16, d_latent=256),
+        DecodeTransposed(),
+        DecodeTransposed(h=32, has_sink=True, page_size=128),
+        DecodeTransposed("f16", f16, h=8, s_q=4, page_size=16, run_scale=True, causal=False),
+        DecodeTransposed("f16", f16, h=24, s_q=3, page_size=32, has_sink=True, d_rope=32),
+        DecodeTransposed(h=1, d_latent=256),
+        DecodeTransposed("fp8_token"),
+        DecodeTransposed("fp8_full", h=32, has_sink=True, page_size=16),
+        DecodeTransposed("fp8_token", h=16, s_q=2, page_size=32, run_scale=True, causal=False),
+        DecodeTransposed("fp8_full", f16, h=8, page_size=128, d_latent=256, d_rope=32),
         DecodeE4m3(),
         DecodeE4m3("fp8_full"),
         DecodeE4m3(h=16, s_q=4, run_scale=True),
@@ -281,7 +313,8 @@ def few() -> list[Variant]:
 
 
 def every() -> list[Variant]:
-    """All heads, masks and sinks at the usual sizes; all sizes at 128 heads; every append."""
+    """All heads, masks and sinks at the usual sizes; all sizes at a few heads; every append."""
+    f16 = "float16"
     heads = [
         DecodeDense(h=h, s_q=s_q, causal=causal, has_sink=sink)
         for (h, s_q), sink in itertools.product(HEADS, (False, True))
@@ -291,6 +324,20 @@ def every() -> list[Variant]:
         DecodeDense(dtype, page_size=page_size, d_latent=d_latent, d_rope=d_rope)
         for dtype, page_size, d_latent, d_rope in itertools.product(
             ("bfloat16", "float16"), (16, 32, 64, 128), (512, 256), (64, 32)
+        )
+    ]
+    transposed_heads = [
+        DecodeTransposed(format, h=h, s_q=s_q, causal=causal, has_sink=sink)
+        for format, (h, s_q), sink in itertools.product(
+            ("bf16", *CACHE_FORMATS), (*HEADS, (8, 2), (8, 4)), (False, True)
+        )
+        for causal in ((True, False) if s_q > 1 else (True,))
+    ]
+    dtypes = {"bf16": "bfloat16", "f16": f16, "fp8_token": "bfloat16", "fp8_full": f16}
+    transposed_sizes = [
+        DecodeTransposed(format, dtype, h=h, page_size=page_size, d_latent=d_latent, d_rope=d_rope)
+        for (format, dtype), h, page_size, d_latent, d_rope in itertools.product(
+            dtypes.items(), (16, 32), (16, 32, 64, 128), (512, 256), (64, 32)
         )
     ]
     e4m3_heads = [
@@ -313,4 +360,5 @@ def every() -> list[Variant]:
         for format, d_latent, rope in itertools.product(FORMATS, (512, 256), ropes)
         for dtype in ("bfloat16", "float16", "float32")
     ]
-    return list(dict.fromkeys([*few(), *heads, *sizes, *e4m3_heads, *e4m3_sizes, *appends]))
+    dense = [*heads, *sizes, *transposed_heads, *transposed_sizes]
+    return list(dict.fromkeys([*few(), *dense, *e4m3_heads, *e4m3_sizes, *appends]))

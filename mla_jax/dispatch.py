@@ -1,5 +1,6 @@
 """Which implementation serves a call: the table, the order of preference, reasons for refusal."""
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
@@ -7,13 +8,19 @@ from typing import Any, NamedTuple
 
 import jax
 
+from pallas_kernels.decode_dense import cost
 from pallas_kernels.errors import Unsupported
+from pallas_kernels.hopper.device import gpu
 
 IMPLEMENTATIONS = ("mosaic", "mosaic_transposed", "triton", "xla")
 """Every name that the `implementation` argument takes, the one to prefer first."""
 
 TABLE: dict[str, dict[str, str]] = {
-    "mla_decode": {"mosaic": "pallas_kernels.decode", "xla": "mla_jax.reference.decode_dense"},
+    "mla_decode": {
+        "mosaic": "pallas_kernels.decode",
+        "mosaic_transposed": "pallas_kernels.decode",
+        "xla": "mla_jax.reference.decode_dense",
+    },
     "mla_sparse_decode": {"xla": "mla_jax.reference.decode_sparse"},
     "mla_sparse_prefill": {"xla": "mla_jax.reference.prefill_sparse"},
     "mla_prefill": {"xla": "mla_jax.reference.prefill_dense"},
@@ -29,6 +36,9 @@ TABLE: dict[str, dict[str, str]] = {
 """The module of each implementation that is built. It holds a function named as the op, with the
 arguments of the public one less `implementation`; a kernel's raises `Unsupported` for a call that
 it cannot serve, before it traces device code."""
+
+ARGUMENTS: Mapping[str, dict[str, Any]] = {"mosaic_transposed": {"transposed": True}}
+"""What an implementation's function is given besides, where one serves several of them."""
 
 OPS = tuple(TABLE)
 """The ops that have several implementations; all but `append` take `implementation`."""
@@ -50,8 +60,11 @@ def call(op: str, implementation: str | Sequence[str] | None, *args: Any, **kwar
         ValueError: an unknown name, or an empty sequence.
         TypeError: neither None, nor a name, nor a sequence of names.
     """
+    order = names(implementation)
+    if implementation is None and op == "mla_decode":
+        order = _decode_order(*args[:3])
     refusals = {}
-    for name in names(implementation):
+    for name in order:
         try:
             return _load(op, name)(*args, **kwargs)
         except Unsupported as refusal:
@@ -109,13 +122,24 @@ def names(implementation: str | Sequence[str] | None) -> tuple[str, ...]:
     return found
 
 
+def _decode_order(q_latent: jax.Array, q_rope: jax.Array, cache: Any) -> tuple[str, ...]:
+    """`IMPLEMENTATIONS`, the transposed schedule first where it is predicted to be the faster."""
+    del q_rope
+    _, s_q, h, _ = q_latent.shape
+    if not cost.transposed_is_faster(gpu(), s_q=s_q, h=h, format=cache.format):
+        return IMPLEMENTATIONS
+    first = "mosaic_transposed"
+    return (first, *(name for name in IMPLEMENTATIONS if name != first))
+
+
 def _load(op: str, name: str) -> Callable[..., Any]:
     """The function of an implementation; `Unsupported` if this process cannot have it."""
     if name not in TABLE[op]:
         raise Unsupported(f"not built yet for {op}")
     if missing := _REQUIREMENTS[name]():
         raise Unsupported(missing)
-    return getattr(importlib.import_module(TABLE[op][name]), op)
+    function = getattr(importlib.import_module(TABLE[op][name]), op)
+    return functools.partial(function, **ARGUMENTS.get(name, {}))
 
 
 def _lacks_hopper() -> str:

@@ -1,4 +1,5 @@
-"""`implementation="mosaic"` of `mla_decode`: plan, attention kernel, combine kernel."""
+"""`implementation="mosaic"` and `"mosaic_transposed"` of `mla_decode`: plan, attention kernel,
+combine kernel."""
 
 import functools
 import math
@@ -14,8 +15,12 @@ from pallas_kernels.decode_dense.config import Config
 from pallas_kernels.decode_e4m3 import entry as e4m3_entry
 from pallas_kernels.decode_e4m3.config import CACHE_FORMATS as E4M3_FORMATS
 from pallas_kernels.decode_e4m3.config import Config as E4m3Config
+from pallas_kernels.decode_transposed import entry as transposed_entry
+from pallas_kernels.decode_transposed.config import CACHE_FORMATS as TRANSPOSED_FORMATS
+from pallas_kernels.decode_transposed.config import Config as TransposedConfig
 from pallas_kernels.errors import Unsupported
 from pallas_kernels.hopper.device import num_sms
+from pallas_kernels.hopper.limits import BLOCK_M
 from pallas_kernels.hopper.plan import divide
 from pallas_kernels.hopper.row_tiles import untile
 
@@ -34,15 +39,18 @@ def mla_decode(
     attn_sink: jax.Array | None,
     plan: Any,
     return_lse: bool,
+    transposed: bool = False,
     interpret: Any = None,
 ) -> Any:
-    """`mla_jax.mla_decode` on Hopper; the arguments are that function's.
+    """`mla_jax.mla_decode` on Hopper; the arguments are that function's,
+    and which schedule of the attention kernel to take.
 
     Raises:
         Unsupported: saying which requirement the call does not meet.
     """
-    if cache.format not in FORMATS:
-        raise Unsupported(f"takes a cache in {' or '.join(FORMATS)}, this one is {cache.format}")
+    formats = TRANSPOSED_FORMATS if transposed else FORMATS
+    if cache.format not in formats:
+        raise Unsupported(f"takes a cache in {' or '.join(formats)}, this one is {cache.format}")
     in_e4m3 = cache.format in E4M3_FORMATS
     if not in_e4m3 and q_latent.dtype != cache.latent.dtype:
         raise Unsupported(
@@ -53,7 +61,11 @@ def mla_decode(
     _, q_len, num_heads, d_latent = q_latent.shape
     # A positive number is compiled in; anything else costs the kernel a product per score.
     is_number = not isinstance(scale, jax.Array) and 0.0 < float(scale) < math.inf
-    make = functools.partial(E4m3Config, cache_format=cache.format) if in_e4m3 else Config
+    make: Any = Config
+    if transposed:
+        make = functools.partial(TransposedConfig, cache_format=cache.format)
+    elif in_e4m3:
+        make = functools.partial(E4m3Config, cache_format=cache.format)
     config = make(
         dtype=str(q_latent.dtype),
         d_latent=d_latent,
@@ -67,7 +79,11 @@ def mla_decode(
     )
     if refusal := config.refusal():
         raise Unsupported(refusal)
-    parts = divide(seq_lens, rows=config.rows) if plan is None else plan.parts
+    # A plan that is given may be for larger row tiles; its parts are right for any.
+    if plan is None:
+        parts = divide(seq_lens, rows=config.rows, row_tile=_row_tile(config))
+    else:
+        parts = plan.parts
     if any(jax.typeof(x).manual_axis_type.varying for x in (block_table, seq_lens, parts)):
         raise Unsupported(
             "takes no block_table, seq_lens or plan that vary over a mesh axis, for Pallas cannot "
@@ -85,7 +101,12 @@ def mla_decode(
 
 def _attend(config: Any, interpret: Any, *arrays: Any):
     q_latent, q_rope, cache, block_table, seq_lens, parts, attn_sink, run_scale = arrays
-    kernel = e4m3_entry if cache.format in E4M3_FORMATS else entry
+    row_tile = _row_tile(config)
+    kernel: Any = entry
+    if isinstance(config, TransposedConfig):
+        kernel = transposed_entry
+    elif isinstance(config, E4m3Config):
+        kernel = e4m3_entry
     out, lse, partial, partial_lse2, sink = kernel.launch(
         config,
         q_latent,
@@ -99,11 +120,16 @@ def _attend(config: Any, interpret: Any, *arrays: Any):
         interpret=interpret,
     )
     if parts.shape[0] > 1:
-        sizes = {"rows": config.rows, "num_sms": num_sms()}
+        sizes = {"rows": config.rows, "row_tile": row_tile, "num_sms": num_sms()}
         out, lse = merge(out, lse, partial, partial_lse2, parts, sink, **sizes, interpret=interpret)
     out = out[:, : config.rows]
-    lse = untile(lse, config.rows).reshape(q_latent.shape[:3])
+    lse = untile(lse, config.rows, row_tile).reshape(q_latent.shape[:3])
     return out.reshape(q_latent.shape), lse.transpose(0, 2, 1)
+
+
+def _row_tile(config: Any) -> int:
+    """Query rows of a CTA."""
+    return config.row_tile if isinstance(config, TransposedConfig) else BLOCK_M
 
 
 _attend_jit = jax.jit(_attend, static_argnums=(0, 1))

@@ -2,6 +2,8 @@ import jax
 import pytest
 
 from mla_jax import Unsupported, dispatch, mla_decode
+from pallas_kernels.decode_dense import cost
+from pallas_kernels.hopper.gpus import GPUS
 from tests import inputs
 
 NOT_BUILT = "not built yet for mla_decode"
@@ -85,6 +87,36 @@ def test_a_missing_device_is_named(kernel, monkeypatch):
     assert dispatch.explain("mla_decode")[0].reason == (
         "needs an NVIDIA Hopper GPU (compute capability 9.0), this process has: cpu"
     )
+
+
+@pytest.fixture
+def both_schedules(monkeypatch):
+    """As if this process had a GPU, whose name is settable; a call says which schedule it got."""
+    for name in ("mosaic", "mosaic_transposed"):
+        monkeypatch.setitem(dispatch._REQUIREMENTS, name, lambda: "")
+    taken = lambda *_, transposed=False, **__: transposed
+    monkeypatch.setattr("pallas_kernels.decode.mla_decode", taken)
+
+    def on(name):
+        monkeypatch.setattr(dispatch, "gpu", lambda: GPUS[name])
+
+    return on
+
+
+@pytest.mark.parametrize("name", GPUS)
+@pytest.mark.parametrize("format", ["bf16", "fp8_ds_mla", "fp8_token", "fp8_full"])
+@pytest.mark.parametrize(
+    ("h_q", "s_q"), [(1, 1), (8, 1), (16, 1), (16, 2), (32, 1), (16, 4), (64, 1), (128, 1)]
+)
+def test_none_takes_the_schedule_that_is_predicted_to_be_faster(
+    name, format, h_q, s_q, both_schedules
+):
+    both_schedules(name)
+    case = inputs.decode_case((3,), h_q=h_q, s_q=s_q, format=format)
+    predicted = cost.transposed_is_faster(GPUS[name], h=h_q, s_q=s_q, format=format)
+    assert call(None, case) == predicted
+    assert not call("mosaic", case) and call("mosaic_transposed", case)
+    assert predicted == (h_q * s_q <= cost.TRANSPOSED_ROWS)
 
 
 def test_errors_of_an_import_are_not_swallowed(monkeypatch):

@@ -45,6 +45,7 @@ OUT = {
 }
 """Decode, dense and sparse, by the dtype of the output."""
 LSE = Tolerance(1e-6, 8.01 / 65536)
+TRANSPOSED_FP16_RMSE = 1.25e-5
 E4M3_OUT = Tolerance(8e-3, 0, 5e-4)
 E4M3_LSE = Tolerance(1e-2, 0)
 E4M3_TWO_TERMS_OUT = Tolerance(8e-4, 2.01 / 128, 1e-5)

@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.limits import BLOCK_M
 from pallas_kernels.hopper.plan import MERGE_PIECES, MERGE_REST, MERGE_SEQ, MERGE_SLOT
 from pallas_kernels.hopper.row_tiles import slot_of
 from pallas_kernels.hopper.softmax import LN2, LOG2E
@@ -52,10 +53,14 @@ def merge(
     *,
     rows: int,
     num_sms: int,
+    row_tile: int = BLOCK_M,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Fill in the `rows` rows of split sequences in `out [B, rows or more, C]` and the tiled `lse`,
-    in place. `out` has `GROUP` rows at least."""
+    """Fill in, in place, the rows of split sequences in `out [B, rows or more, C]` and in `lse`.
+
+    `out` has `GROUP` rows at least; `lse` and the partial results are tiled by `row_tile` rows, a
+    multiple of `GROUP`.
+    """
     d_latent = out.shape[2]
     num_parts = parts.shape[0]
     # Where the operand is a slice, or the result goes into a loop's stack (lax.scan, lax.map), XLA
@@ -86,7 +91,7 @@ def merge(
             part, group = lax.div(of_merge, jnp.int32(groups)), lax.rem(of_merge, jnp.int32(groups))
             # The last group is drawn back if need be: some rows are then merged twice, alike.
             row = jnp.minimum(group * GROUP, out.shape[1] - GROUP)
-            group_rows, slots = pl.ds(row, GROUP), pl.ds(slot_of(row, rows), GROUP)
+            group_rows, slots = pl.ds(row, GROUP), pl.ds(slot_of(row, rows, row_tile), GROUP)
 
             def merge_columns(columns, width, batch):
                 tile = _tile(width)

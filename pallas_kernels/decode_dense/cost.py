@@ -10,6 +10,13 @@ from pallas_kernels.hopper.gpus import Gpu
 _OPERAND_BYTES = {"fp8_token": 1, "fp8_full": 1}
 """Formats that are multiplied in e4m3; the others in 16 bits."""
 
+TRANSPOSED_ROWS = 32
+"""Rows of queries up to which the transposed schedule is considered where no implementation is
+named; 0 would be never. By prediction alone: it has not been timed yet."""
+
+_TILE = 64
+"""Tokens of a key tile; rows of queries of a CTA of the dense schedule."""
+
 
 def flops(*, b: int, s_q: int, h: int, keys: int, d_latent: int = 512, d_rope: int = 64) -> int:
     """Operations of both products, an addition and a multiplication counted apart."""
@@ -60,3 +67,55 @@ def roofline_us(
         bytes_moved(b=b, s_q=s_q, h=h, keys=keys, format=format, d_latent=d_latent, d_rope=d_rope),
         operand_bytes=_OPERAND_BYTES.get(format, 2),
     )
+
+
+def schedule_us(
+    gpu: Gpu,
+    *,
+    transposed: bool,
+    b: int,
+    s_q: int,
+    h: int,
+    keys: int,
+    format: str = "bf16",
+    d_latent: int = 512,
+    d_rope: int = 64,
+) -> tuple[float, float]:
+    """Microseconds below which a schedule cannot end the step, and those of its SMs' own work.
+
+    The first is the larger of the second and the time of the bytes from memory. An SM's own work is
+    what its tensor cores do, padding included, or the bytes that go into and out of its shared
+    memory, whichever takes longer; both are derived in docs/decode_transposed.md.
+    """
+    rows, size = s_q * h, _OPERAND_BYTES.get(format, 2)
+    row_tile = min(32, -(-rows // 8) * 8) if transposed else _TILE
+    row_tiles = -(-rows // row_tile)
+    loaded = _TILE * FORMATS[format].bytes_per_token(d_latent, d_rope)
+    keys_read = _TILE * (d_latent + d_rope) * size
+    values_read = _TILE * d_latent * size
+    queries_read = row_tile * (d_latent + d_rope) * size
+    p_tile = _TILE * row_tile * size
+    smem = loaded + keys_read + values_read + queries_read + 2 * p_tile
+    if transposed:
+        smem += (d_latent // _TILE - 1) * p_tile  # each 64 channels read P anew
+    tiles = b * -(-keys // _TILE) * row_tiles
+    padded = 2 * row_tile * _TILE * (2 * d_latent + d_rope)
+    tensor_us = gpu.roofline_us(tiles * padded, 0.0, operand_bytes=size)
+    own_us = max(tensor_us, tiles * smem / gpu.smem_tbs / 1e6)
+    moved = bytes_moved(
+        b=b, s_q=s_q, h=h, keys=keys, format=format, d_latent=d_latent, d_rope=d_rope
+    )
+    return max(own_us, moved / gpu.tbs / 1e6), own_us
+
+
+def transposed_is_faster(gpu: Gpu, *, s_q: int, h: int, format: str) -> bool:
+    """Whether the transposed schedule is predicted to end a step of so many rows earlier.
+
+    Where memory bounds both, that with less work for the SMs: the rest of the time goes by while
+    loads are awaited, and what does not overlap with them is less.
+    """
+    if not 0 < s_q * h <= TRANSPOSED_ROWS:
+        return False
+    step = {"b": 128, "s_q": s_q, "h": h, "keys": 4096, "format": format}
+    transposed, dense = (schedule_us(gpu, transposed=x, **step) for x in (True, False))
+    return transposed < dense

@@ -27,6 +27,9 @@ from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 from pallas_kernels.hopper.inline import inline_mgpu
 from pallas_kernels.hopper.layouts import WGMMA, WGMMA_8BIT, WGMMA_COLUMN, WGMMA_ROW
+from pallas_kernels.hopper.threads import const as _const
+from pallas_kernels.hopper.threads import extract as _extract
+from pallas_kernels.hopper.threads import warp_and_lane as _warp_and_lane
 
 E4M3 = jnp.float8_e4m3fn
 
@@ -288,6 +291,11 @@ def at_most(values: jax.Array, bound: float, *, interpret: bool) -> jax.Array:
     return smaller(values)
 
 
+def any_column_below_one(values: jax.Array, *, interpret: bool) -> jax.Array:
+    """Whether one of the values, one per accumulator column, is below 1: alike in all warps."""
+    return -max_over_columns(-values, interpret=interpret) < 1.0
+
+
 def keep_columns(
     tile: jax.Array, values: jax.Array, row_limit: jax.Array, limit: jax.Array, *, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
@@ -489,24 +497,3 @@ def _tile_strides(ref: ir.Value) -> tuple[int, int, int]:
     assert matrix.shape[2] == 8 and strides[2:] == [matrix.shape[3], 1]
     row_tile, column_tile, row, _ = (stride * itemsize for stride in strides)
     return row_tile, column_tile, row
-
-
-def _const(value: int) -> ir.Value:
-    i32 = ir.IntegerType.get_signless(32)
-    return arith.constant(i32, ir.IntegerAttr.get(i32, value))
-
-
-def _extract(values: Any, i: int) -> ir.Value:
-    position = ir.DenseI64ArrayAttr.get([i])
-    return vector.extract(values, dynamic_position=[], static_position=position)
-
-
-def _warp_and_lane() -> tuple[ir.Value, ir.Value]:
-    """Of this thread, in its warpgroup.
-
-    Read anew each time: what is made of it would be hoisted out of all loops, and spilled.
-    """
-    i32 = ir.IntegerType.get_signless(32)
-    thread = mgpu_utils.inline_ptx("mov.u32 $0, %tid.x;", result_types=i32, has_side_effects=True)
-    thread = arith.andi(thread, _const(127))
-    return arith.shrui(thread, _const(5)), arith.andi(thread, _const(31))

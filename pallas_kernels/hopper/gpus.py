@@ -16,6 +16,8 @@ class Gpu:
     """The same for e4m3 operands."""
     tbs: float
     """Global memory, 10^12 bytes per second."""
+    smem_tbs: float = 30.9
+    """Shared memory of all SMs together: 128 bytes a cycle each."""
 
     def roofline_us(self, flops: float, bytes_moved: float, *, operand_bytes: int = 2) -> float:
         """Microseconds below which work of this size cannot end."""
@@ -29,8 +31,8 @@ GPUS: Mapping[str, Gpu] = types.MappingProxyType(
         for gpu in (
             Gpu("H200", tflops_16=989.0, tflops_8=1979.0, tbs=4.8),
             Gpu("H100", tflops_16=989.0, tflops_8=1979.0, tbs=3.35),
-            Gpu("H20", tflops_16=148.0, tflops_8=296.0, tbs=4.0),
+            Gpu("H20", tflops_16=148.0, tflops_8=296.0, tbs=4.0, smem_tbs=19.8),
         )
     }
 )
-"""By the data sheets (SXM forms)."""
+"""By the data sheets (SXM forms); shared memory by SMs and clock."""

@@ -44,3 +44,8 @@ def full(shape: tuple[int, ...], value: float, dtype: jax.typing.DTypeLike) -> j
     """A constant in the accumulator's layout (`[rows, cols]`) or one value per row (`[rows]`)."""
     layout = WGMMA if len(shape) == 2 else WGMMA_ROW
     return plgpu.layout_cast(jax.numpy.full(shape, value, dtype), layout)
+
+
+def full_columns(columns: int, value: float) -> jax.Array:
+    """A float32 constant, one per accumulator column."""
+    return plgpu.layout_cast(jax.numpy.full((columns,), value, "float32"), WGMMA_COLUMN)

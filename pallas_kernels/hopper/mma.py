@@ -50,6 +50,25 @@ def dot(
     return pl.run_scoped(issue, Accumulator(shape, jnp.float32))
 
 
+def dots(
+    operands: Operands,
+    shape: tuple[int, int],
+    *,
+    interpret: bool,
+) -> tuple[jax.Array, ...]:
+    """`dot` of each of several sequences of operand pairs, issued together."""
+    if interpret:
+        return tuple(dot(pairs, shape, interpret=True) for pairs in operands)
+
+    def issue(*accs):
+        for acc, pairs in zip(accs, operands, strict=True):
+            for a, b in pairs:
+                plgpu.wgmma(acc, a, b)
+        return tuple(acc[...] for acc in accs)
+
+    return pl.run_scoped(issue, *[Accumulator(shape, jnp.float32)] * len(operands))
+
+
 def dot_after[Result](
     first: tuple[Operand, Operand],
     then: tuple[Operand, Operand],

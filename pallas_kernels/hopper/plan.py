@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from pallas_kernels.hopper.device import num_sms
-from pallas_kernels.hopper.limits import BLOCK_KV
+from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M
 from pallas_kernels.hopper.row_tiles import num_tiles
 
 SEQ, TILE, END_SEQ, END_TILE, MERGE_SEQ, MERGE_SLOT, MERGE_REST, MERGE_PIECES = range(8)
@@ -25,8 +25,11 @@ MIN_PIECE = 2
 """No piece of a split sequence is shorter."""
 
 
-def divide(seq_lens: Int[Array, " b"], *, rows: int) -> Int[Array, "parts 8"]:
-    """Divide a step of `rows` folded (query, head) rows per sequence over the SMs.
+def divide(
+    seq_lens: Int[Array, " b"], *, rows: int, row_tile: int = BLOCK_M
+) -> Int[Array, "parts 8"]:
+    """Divide a step of `rows` folded (query, head) rows per sequence over the SMs; a CTA has
+    `row_tile` of them.
 
     Row `p` is `(seq, tile, end_seq, end_tile, merge_seq, merge_slot, merge_rest, merge_pieces)`.
     Part `p` starts at key tile `tile` of sequence `seq` and ends before tile `end_tile` of sequence
@@ -37,7 +40,7 @@ def divide(seq_lens: Int[Array, " b"], *, rows: int) -> Int[Array, "parts 8"]:
     has `merge_pieces` pieces, the first in slot `merge_slot`, the others in `merge_rest`,
     `merge_rest + 2` and so on.
     """
-    num_parts = max(1, num_sms() // num_tiles(rows))
+    num_parts = max(1, num_sms() // num_tiles(rows, row_tile))
     tiles = -(-jnp.maximum(seq_lens, 0) // BLOCK_KV)
     batch = tiles.shape[0]
     # No length, however wild, may make the sum overflow.

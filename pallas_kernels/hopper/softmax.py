@@ -11,7 +11,7 @@ from jax import lax
 
 from pallas_kernels.formats import MIN_SCALE
 from pallas_kernels.hopper.inline import warp_any_below_one
-from pallas_kernels.hopper.layouts import across, full
+from pallas_kernels.hopper.layouts import across, full, full_columns
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -100,6 +100,40 @@ class PairedSoftmax(NamedTuple):
     def finish(self, l: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`Softmax.finish`, with the sums of both warpgroups."""
         return Softmax(self.m, l).finish()
+
+
+class ColumnSoftmax(NamedTuple):
+    """`Softmax` of transposed scores: the rows are keys, a column is a query.
+
+    The sums stay apart, thread by thread, until the end: taken together they would cost a way
+    through shared memory for each tile.
+    """
+
+    m: jax.Array
+    """What is subtracted from the base-2 scores, of each column."""
+    l: jax.Array
+    """The sums of `exp2(s - m)`, of each thread's own rows (`hopper.columns.own_rows`)."""
+    scale: jax.Array
+    """As in `PairedSoftmax`; where values have no scales it stays 1."""
+
+    @staticmethod
+    def start(columns: int, *, scaled: bool) -> "ColumnSoftmax":
+        """The state of columns that have seen no key."""
+        m, l = (full_columns(columns, value) for value in (NO_MAXIMUM, 0.0))
+        return ColumnSoftmax(m, l, jnp.float32(not scaled))
+
+    def follow(
+        self, maximum: jax.Array, scale_max: jax.Array, slack: float, scale_slack: float
+    ) -> tuple["ColumnSoftmax", jax.Array, jax.Array]:
+        """`PairedSoftmax.follow`, of a single tile: the new state but for `l`, the factor of the
+        output so far and that of `l`, both the caller's to apply."""
+        m_max = jnp.maximum(self.m, maximum)
+        m = jnp.where(m_max > self.m + slack, m_max, self.m)
+        grown = scale_max > self.scale * scale_slack
+        scale = jnp.where(grown, jnp.maximum(scale_max, MIN_SCALE), self.scale)
+        beta = jnp.exp2(self.m - m)
+        alpha = beta * jnp.where(grown, self.scale / scale, 1.0)
+        return self._replace(m=m, scale=scale), alpha, beta
 
 
 def with_sink(inverse: jax.Array, lse2: jax.Array, sink: jax.Array) -> jax.Array:

@@ -42,3 +42,34 @@ def test_roofline_of_many_heads_is_compute_and_of_few_is_memory():
 def test_floor_of_the_peers_table():
     cache = cost.cache_bytes(b=128, keys=4096)
     assert H200_MEASURED.roofline_us(0, cache) == pytest.approx(135.7, abs=0.05)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_transposed_schedule_pads_less(name):
+    """16 heads: the dense one multiplies for 64, and reads their queries."""
+    step = {"b": 16, "s_q": 1, "h": 16, "keys": 65536}
+    for format in ("bf16", "fp8_ds_mla", "fp8_token", "fp8_full"):
+        times = [
+            cost.schedule_us(GPUS[name], transposed=x, **step, format=format) for x in (True, False)
+        ]
+        (ours, own), (dense, dense_own) = times
+        assert own < dense_own and own <= ours <= dense
+        assert ours >= cost.roofline_us(GPUS[name], **step, format=format) * (1 - 1e-12)
+
+
+def test_schedules_of_one_tile_by_hand():
+    """bf16, 16 rows: bytes of shared memory and operations of a tile of 64 tokens."""
+    gpu = GPUS["H200"]
+    step = {"b": 1, "s_q": 1, "h": 16, "keys": 64}
+    # TMA and K, V, queries; P written, and read by 8 blocks of channels.
+    smem = 2 * 73_728 + 65_536 + 18_432 + 9 * 2048
+    _, own = cost.schedule_us(gpu, transposed=True, **step)
+    assert own == pytest.approx(smem / 30.9e6)
+    # The same with 64 rows; P written and read once.
+    smem = 2 * 73_728 + 65_536 + 73_728 + 2 * 8192
+    _, own = cost.schedule_us(gpu, transposed=False, **step)
+    assert own == pytest.approx(smem / 30.9e6)
+    # An H20's tensor cores are what takes longest: 16 rows of 1088 channels against 64 tokens.
+    gpu = GPUS["H20"]
+    _, own = cost.schedule_us(gpu, transposed=False, **step)
+    assert own == pytest.approx(2 * 64 * 64 * 1088 / 148e6)

@@ -10,6 +10,7 @@ from mla_jax import Unsupported, dispatch, mla_decode
 from pallas_kernels import decode
 from pallas_kernels.decode_dense import config
 from pallas_kernels.decode_e4m3 import config as e4m3_config
+from pallas_kernels.decode_transposed import config as transposed_config
 from pallas_kernels.formats import FORMATS
 from tests import inputs
 
@@ -132,6 +133,34 @@ def test_under_shard_map(by, check_vma, monkeypatch):
             jax.eval_shape(mapped, *case.args)
     else:
         assert jax.eval_shape(mapped, *case.args).shape == case.q_latent.shape
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        (
+            {"format": "fp8_ds_mla"},
+            "takes a cache in bf16 or f16 or fp8_token or fp8_full, this one is fp8_ds_mla",
+        ),
+        ({"page_size": 48}, "takes page_size of 16 or 32 or 64 or 128, this call has 48"),
+        ({"rope_dim": 48}, "takes rope_dim of 32 or 64, this call has 48"),
+    ],
+)
+def test_what_the_transposed_schedule_refuses(sizes, reason, hopper, monkeypatch):
+    monkeypatch.setitem(dispatch._REQUIREMENTS, "mosaic_transposed", lambda: "")
+    case = inputs.decode_case((3,), **{**SIZES, **sizes})
+    said = message(reason).replace("mosaic", "mosaic_transposed")
+    assert refusal(case, implementation="mosaic_transposed") == said
+
+
+@pytest.mark.parametrize("num_heads", [1, 16, 128])
+@pytest.mark.parametrize("cache_format", transposed_config.CACHE_FORMATS)
+@pytest.mark.parametrize("page_size", transposed_config.PAGE_SIZES)
+def test_every_size_of_the_transposed_schedule_fits(page_size, cache_format, num_heads):
+    accepted = transposed_config.Config(
+        cache_format, "bfloat16", 512, 64, page_size, num_heads, 1, causal=True, has_sink=True
+    )
+    assert accepted.refusal() == ""
 
 
 def test_what_is_refused_is_served_by_another(hopper):

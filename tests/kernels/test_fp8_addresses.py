@@ -11,39 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.interpreters import mlir
-from jax.experimental.mosaic.gpu import FragmentedArray
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import func
 
 from pallas_kernels.hopper import fp8
 from pallas_kernels.hopper.layouts import WGMMA, WGMMA_8BIT, WGMMA_COLUMN, WGMMA_ROW
-
-I32, UNKNOWN = "i32", object()
-WARP, LANE = np.divmod(np.arange(128), 32)
-
-
-def element(name):
-    return {
-        "e4m3": ir.Float8E4M3FNType.get,
-        "bf16": ir.BF16Type.get,
-        "f32": ir.F32Type.get,
-        "i32": lambda: ir.IntegerType.get_signless(32),
-        "i16": lambda: ir.IntegerType.get_signless(16),
-    }[name]()
-
-
-def memref(shape, dtype, strides):
-    layout = ir.StridedLayoutAttr.get(0, strides)
-    return ir.MemRefType.get(shape, element(dtype), layout)
-
-
-def array(layout, shape, dtype, vector, known=()):
-    """A register array, made of arguments; `known` are what they hold in each thread, if told."""
-    return types.SimpleNamespace(
-        layout=layout, shape=shape, dtype=dtype, vector=vector, known=known
-    )
+from tests.kernels import addresses
+from tests.kernels.addresses import LANE, WARP, accumulator, array, permuted, source, swizzled
 
 
 @pytest.fixture(autouse=True)
@@ -52,129 +26,8 @@ def context():
         yield
 
 
-class Built:
-    """A device function's loads and stores, its addresses those of all 128 threads."""
-
-    def __init__(self, monkeypatch, function, arguments):
-        captured = []
-        fake = lambda **_: lambda f: lambda *_: captured.append(f)
-        monkeypatch.setattr(fp8, "inline_mgpu", fake)
-        function()
-        (device,) = captured
-        self.module = ir.Module.create()
-        with ir.InsertionPoint(self.module.body):
-            self._build(monkeypatch, device, arguments)
-
-    def _build(self, monkeypatch, device, arguments):
-        i32 = element("i32")
-        pointer = ir.Type.parse("!llvm.ptr")
-        kinds, places = [i32, i32, pointer], []
-        for argument in arguments:
-            if isinstance(argument, tuple):
-                kinds.append(memref(*argument))
-                places.append(1)
-                continue
-            count = int(np.prod(argument.layout.to_mgpu().registers_shape(argument.shape)))
-            kind = element(argument.dtype)
-            if argument.vector:
-                kind = ir.VectorType.get((argument.vector,), kind)
-            kinds += [kind] * count
-            places.append(count)
-        f = func.FuncOp("f", ir.FunctionType.get(kinds, []))
-        block = f.add_entry_block()
-        warp, lane, base, *rest = block.arguments
-        monkeypatch.setattr(fp8, "_warp_and_lane", lambda: (warp, lane))
-        monkeypatch.setattr(mgpu_utils, "memref_ptr", lambda *_: base)
-        self.registers = {}
-        values = []
-        for argument, count in zip(arguments, places, strict=True):
-            mine, rest = rest[:count], rest[count:]
-            if isinstance(argument, tuple):
-                values.append(mine[0])
-                continue
-            registers = np.empty(argument.layout.to_mgpu().registers_shape(argument.shape), object)
-            registers.flat = mine
-            signed = False if argument.dtype.startswith("i") else None
-            values.append(
-                FragmentedArray(
-                    _registers=registers, _layout=argument.layout.to_mgpu(), _is_signed=signed
-                )
-            )
-        with ir.InsertionPoint(block):
-            self.result = device(None, *values)
-            func.ReturnOp([])
-        self.values = {warp: WARP, lane: LANE, base: np.zeros(128, int)}
-        for argument, value in zip(arguments, values, strict=True):
-            if not isinstance(argument, tuple) and argument.known:
-                self.values |= zip(value.registers.flat, argument.known, strict=True)
-        self.arguments, self.stores, self.loads = values, [], {}
-        self._run(block, np.ones(128, bool))
-
-    def _run(self, block, active):
-        for operation in block.operations:
-            op = operation.operation
-            get = lambda i, op=op: self.values.get(op.operands[i], UNKNOWN)
-            binary = {
-                "arith.addi": np.add,
-                "arith.subi": np.subtract,
-                "arith.muli": np.multiply,
-                "arith.andi": np.bitwise_and,
-                "arith.ori": np.bitwise_or,
-                "arith.xori": np.bitwise_xor,
-                "arith.shrui": np.right_shift,
-                "arith.minui": np.minimum,
-            }
-            if op.name == "arith.constant" and str(op.results[0].type) == I32:
-                value = ir.IntegerAttr(op.attributes["value"]).value
-                self.values[op.results[0]] = np.full(128, value)
-            elif op.name in binary:
-                if get(0) is not UNKNOWN and get(1) is not UNKNOWN:
-                    self.values[op.results[0]] = binary[op.name](get(0), get(1))
-            elif op.name == "arith.cmpi":
-                compare = {5: np.greater_equal, 4: np.greater}
-                predicate = ir.IntegerAttr(op.attributes["predicate"]).value
-                self.values[op.results[0]] = compare[predicate](get(0), get(1))
-            elif op.name == "vector.extract" and get(0) is not UNKNOWN:
-                self.values[op.results[0]] = get(0)
-            elif op.name == "llvm.getelementptr":
-                static = list(ir.DenseI32ArrayAttr(op.attributes["rawConstantIndices"]))
-                kind = ir.TypeAttr(op.attributes["elem_type"]).value
-                (index,) = static
-                offset = get(1) if index == -(2**31) else index
-                self.values[op.results[0]] = get(0) + offset * (mgpu_utils.bitwidth(kind) // 8)
-            elif op.name == "llvm.load":
-                self.loads[op.results[0]] = get(0), size(op.results[0].type)
-            elif op.name == "llvm.store":
-                self.stores.append((op.operands[0], get(1), active))
-            elif op.name == "scf.if":
-                self._run(op.regions[0].blocks[0], active & get(0))
-
-
-def size(kind):
-    return mgpu_utils.bitwidth(kind) // 8
-
-
-def source(value):
-    """The argument that a value is the bits of."""
-    while not isinstance(value.owner, ir.Block):
-        value = value.owner.operands[0]
-    return value
-
-
-def permuted(value):
-    """The operands of the byte permutation that gave a value."""
-    while "prmt" not in str(value.owner):
-        value = value.owner.operands[0]
-    return value.owner.operands
-
-
-def swizzled(rows, columns, row_tile, column_tile, row_bytes, itemsize):
-    """The byte of each element of a tiled matrix: TMA's swizzle, wgmma's canonical layout."""
-    in_row = columns * itemsize
-    tile, byte = in_row // row_bytes, in_row % row_bytes
-    offset = rows % 8 * row_bytes + byte
-    offset ^= (offset >> 7 & row_bytes // 16 - 1) << 4
-    return rows // 8 * row_tile + tile * column_tile + offset
+def build(monkeypatch, function, arguments):
+    return addresses.Built(monkeypatch, function, arguments, fp8, "_warp_and_lane")
 
 
 def eight_bit(shape):
@@ -182,15 +35,6 @@ def eight_bit(shape):
     for group in range(shape[1] // 16):
         for half in range(2):
             yield (group, half), 16 * WARP + LANE // 4 + 8 * half, 16 * group + LANE % 4 * 4
-
-
-def accumulator(shape):
-    """The same of an accumulator: PTX's D fragment."""
-    for block in range(shape[0] // 64):
-        for group in range(shape[1] // 8):
-            for half in range(2):
-                rows = 64 * block + 16 * WARP + LANE // 4 + 8 * half
-                yield (block, group, half), rows, 8 * group + LANE % 4 * 2
 
 
 @pytest.mark.parametrize(
@@ -207,7 +51,7 @@ def test_store_operand(dtype, full, columns, monkeypatch):
     strides = [8 * full, 8 * tile_columns, tile_columns, 1]
     ref = ((8, columns // tile_columns, 8, tile_columns), dtype, strides)
     values = array(WGMMA_8BIT, (64, columns), dtype, 4)
-    built = Built(
+    built = build(
         monkeypatch,
         lambda: fp8.store_operand(None, None, (), interpret=False),
         (ref, values),
@@ -229,7 +73,7 @@ def test_store_operand(dtype, full, columns, monkeypatch):
 def test_load_rows(rows, monkeypatch):
     ref = ((rows, 128), "bf16", [512, 1])
     shaped = types.SimpleNamespace(shape=(rows, 128), dtype=jnp.bfloat16)
-    built = Built(monkeypatch, lambda: fp8.load_rows(shaped, rows, interpret=False), (ref,))
+    built = build(monkeypatch, lambda: fp8.load_rows(shaped, rows, interpret=False), (ref,))
     registers = built.result.registers.reshape(8, 2)
     for at, row, column in eight_bit((64, 128)):
         address, loaded = built.loads[registers[at]]
@@ -244,7 +88,7 @@ def test_load_rows(rows, monkeypatch):
 def test_load_columns(columns, per_row, row, kinds, monkeypatch):
     shaped = types.SimpleNamespace(shape=(-(-columns // per_row), row))
     call = lambda: fp8.load_columns(shaped, columns, per_row=per_row, kinds=kinds, interpret=False)
-    built = Built(monkeypatch, call, ((shaped.shape, "f32", [row, 1]),))
+    built = build(monkeypatch, call, ((shaped.shape, "f32", [row, 1]),))
     for kind, values in enumerate(built.result):
         for group, pair in enumerate(values.registers.flat):
             for i, value in enumerate(pair.owner.operands):
@@ -266,7 +110,7 @@ def test_stores_of_the_transposed_output(staged, rows, columns, monkeypatch):
     else:
         ref = ((rows, columns), "bf16", [512, 1])
         call = lambda: fp8.store_transposed(None, None, None, interpret=False)
-    built = Built(monkeypatch, call, (ref, tiles, tiles))
+    built = build(monkeypatch, call, (ref, tiles, tiles))
     even, odd = (x.registers.reshape(columns // 128, rows // 8, 2) for x in built.arguments[1:])
     written = np.zeros((rows, columns), int)
     stores = iter(built.stores)
@@ -291,7 +135,7 @@ def test_stores_of_the_transposed_output(staged, rows, columns, monkeypatch):
 def test_zero_rows(first, columns, monkeypatch):
     ref = ((8, columns // 128, 8, 128), "e4m3", [8 * columns, 1024, 128, 1])
     limit = array(plgpu.Layout.WG_SPLAT(()), (), "i32", 0, [np.full(128, first)])
-    built = Built(monkeypatch, lambda: fp8.zero_rows(None, None, (), interpret=False), (ref, limit))
+    built = build(monkeypatch, lambda: fp8.zero_rows(None, None, (), interpret=False), (ref, limit))
     memory = np.ones(64 * columns, int)
     for _, address, active in built.stores:
         for start in address[active]:
@@ -311,7 +155,7 @@ def test_keep_columns(monkeypatch):
         array(plgpu.Layout.WG_SPLAT(()), (), "i32", 0, [np.full(128, 37)]),
     )
     shaped = [types.SimpleNamespace(shape=x.shape) for x in arguments]
-    built = Built(monkeypatch, lambda: fp8.keep_columns(*shaped, interpret=False), arguments)
+    built = build(monkeypatch, lambda: fp8.keep_columns(*shaped, interpret=False), arguments)
     tile, values = built.result
 
     def check(pair, given, limit, column):
@@ -333,7 +177,7 @@ def test_tokens_have_one_order_in_both_operands(monkeypatch):
     """The transposed values' and the probabilities': a product over tokens needs no more."""
     p = array(WGMMA, (64, 64), "e4m3", 2)
     shaped = types.SimpleNamespace(shape=(64, 64))
-    built = Built(monkeypatch, lambda: fp8.as_operand(shaped, interpret=False), (p,))
+    built = build(monkeypatch, lambda: fp8.as_operand(shaped, interpret=False), (p,))
     pairs = built.arguments[0].registers.reshape(8, 2)
     fours = built.result.registers.reshape(4, 2)
     for group, half in np.ndindex(4, 2):
@@ -343,7 +187,7 @@ def test_tokens_have_one_order_in_both_operands(monkeypatch):
     pairs_t = array(WGMMA, (128, 64), "i16", 2)
     monkeypatch.setattr(plgpu, "load", lambda *_, **__: types.SimpleNamespace(shape=(128, 64)))
     ref = types.SimpleNamespace(T=None)
-    built = Built(monkeypatch, lambda: fp8.load_transposed(None, ref, interpret=False), (pairs_t,))
+    built = build(monkeypatch, lambda: fp8.load_transposed(None, ref, interpret=False), (pairs_t,))
     pairs = built.arguments[0].registers.reshape(2, 8, 2)
     for out, selection in zip(built.result, (0x6420, 0x7531), strict=True):
         fours = out.registers.reshape(2, 4, 2)

@@ -1,0 +1,222 @@
+"""Static parameters of the transposed decode kernel: what it accepts, its shared memory, its
+registers."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.formats import E4M3_MAX, FORMATS
+from pallas_kernels.hopper.columns import EXCHANGE_ROW, WARPS
+from pallas_kernels.hopper.layouts import tiled
+from pallas_kernels.hopper.limits import BLOCK_KV, SMEM_ALIGN, SMEM_BYTES
+from pallas_kernels.hopper.row_tiles import num_tiles
+
+PAGE_SIZES = (16, 32, 64, 128)
+D_LATENT = (256, 512)
+D_ROPE = (32, 64)
+DTYPES = ("bfloat16", "float16")
+E4M3_FORMATS = ("fp8_token", "fp8_full")
+CACHE_FORMATS = ("bf16", "f16", *E4M3_FORMATS)
+
+MAX_COLUMNS = 32
+"""Query rows of a CTA: with 32, its output takes 128 registers of each math warpgroup."""
+
+VIEWS = ("latent", "exchange", "pairs")
+"""What the memory of the key ring is used as: keys; half an output on its way to the other math
+warpgroup; in e4m3 also pairs of channels, to be transposed."""
+
+SCALE_ROW = 32
+"""Float32 of the row that the scales of one page take in shared memory, at least: TMA writes to
+multiples of 128 bytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One variant of the kernel."""
+
+    cache_format: str
+    dtype: str
+    """Of the queries and of the output."""
+    d_latent: int
+    d_rope: int
+    page_size: int
+    num_heads: int
+    q_len: int
+    causal: bool
+    has_sink: bool
+    scale: float | None = None
+    """Factor of the scores; None if it is known at run time only, or not positive."""
+    p_max: float = 16.0
+    """In e4m3, what a probability of 1 is, for a token with the scale that all are relative to
+    (`decode_e4m3`)."""
+    registers: tuple[int, int, int] = (240, 240, 24)
+    """Per thread of `mma_wg0`, `mma_wg1`, `load_wg`; their sum is 3 x 168, what a CTA of 384
+    threads starts with."""
+    spill_bytes: int = 0
+    """Spills the compile gate accepts."""
+
+    @property
+    def in_e4m3(self) -> bool:
+        """Both products are of e4m3 operands, otherwise of `dtype`."""
+        return self.cache_format in E4M3_FORMATS
+
+    @property
+    def num_stages(self) -> int:
+        """Key tiles in flight; even, for a stage always is the same warpgroup's."""
+        return 4 if self.in_e4m3 else 2
+
+    @property
+    def slack(self) -> float:
+        """Growth of the running maximum, base 2, that is let pass without rescaling
+        (`hopper.softmax`)."""
+        return 3.0 if self.in_e4m3 else 8.0
+
+    @property
+    def scale_slack(self) -> float:
+        """Factor by which a token's scale may exceed the one that all are relative to."""
+        return E4M3_MAX / (self.p_max * 2.0**self.slack)
+
+    @property
+    def operand_dtype(self) -> str:
+        """Of both products' operands, the rope part of the scores apart."""
+        return "float8_e4m3fn" if self.in_e4m3 else self.dtype
+
+    @property
+    def rope_dtype(self) -> str:
+        """Of the stored rope keys, and of the rope part of the queries in the product."""
+        return FORMATS[self.cache_format].rope_dtype
+
+    @property
+    def scales_per_token(self) -> int:
+        """Float32 scales of a token."""
+        return FORMATS[self.cache_format].num_scales(self.d_latent)
+
+    @property
+    def rows(self) -> int:
+        """Folded (query, head) rows of a sequence, the heads of a query together."""
+        return self.q_len * self.num_heads
+
+    @property
+    def row_tile(self) -> int:
+        """Rows of a CTA, the columns of its accumulators: whole swizzle atoms of 8."""
+        return min(MAX_COLUMNS, -(-self.rows // 8) * 8)
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles that cover the rows of a sequence."""
+        return num_tiles(self.rows, self.row_tile)
+
+    @property
+    def d_half(self) -> int:
+        """Output channels that one math warpgroup stores."""
+        return self.d_latent // 2
+
+    def half(self, wg: int) -> slice:
+        """The channels that math warpgroup `wg` stores."""
+        return slice(wg * self.d_half, (wg + 1) * self.d_half)
+
+    @property
+    def accumulators(self) -> int:
+        """Those of half an output: in e4m3 the even and the odd channels have one each."""
+        return 2 if self.in_e4m3 else 1
+
+    @property
+    def exchange_rows(self) -> int:
+        """Rows of the exchange buffer that one accumulator takes, in float32."""
+        return self.d_half // self.accumulators * self.row_tile // EXCHANGE_ROW
+
+    @property
+    def pages_per_tile(self) -> int:
+        """Pages that a key tile is loaded from; 1 where a page holds several tiles."""
+        return max(1, BLOCK_KV // self.page_size)
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens that a tile takes from one page."""
+        return min(self.page_size, BLOCK_KV)
+
+    @property
+    def p_transforms(self) -> tuple[plgpu.Transform, ...]:
+        """Of P in shared memory."""
+        return tiled(BLOCK_KV, jnp.dtype(self.operand_dtype).itemsize)
+
+    def smem(self, interpret: bool = False) -> dict[str, Any]:
+        """The shared-memory buffers, by name: the launch and `smem_bytes` both read this.
+
+        The simulated GPU takes any use of a union's members for one of all of it; there the members
+        are buffers of their own.
+        """
+        operand, rope, f32 = jnp.dtype(self.operand_dtype), jnp.dtype(self.rope_dtype), jnp.float32
+
+        def tile(count: int, rows: int, cols: int, dtype: Any):
+            dtype = jnp.dtype(dtype)
+            transforms = tiled(cols, dtype.itemsize)
+            return plgpu.SMEM((count, rows, cols), dtype, transforms=transforms)
+
+        stages = self.num_stages
+        stage_rows = BLOCK_KV * self.d_latent * operand.itemsize // (4 * EXCHANGE_ROW)
+        views = [
+            tile(stages, BLOCK_KV, self.d_latent, operand),
+            plgpu.SMEM((stages, stage_rows, EXCHANGE_ROW), f32),
+        ]
+        if self.in_e4m3:
+            views.append(tile(stages, BLOCK_KV, self.d_half, jnp.uint16))
+        kv_latent: dict[str, Any] = {"kv_latent": plgpu.RefUnion(*views)}
+        if interpret:
+            kv_latent = dict(zip(VIEWS, views, strict=False))
+        buffers = {
+            "q_latent": tile(1, self.row_tile, self.d_latent, operand),
+            "q_rope": tile(1, self.row_tile, self.d_rope, rope),
+            **kv_latent,
+            "k_rope": tile(stages, BLOCK_KV, self.d_rope, rope),
+            "p": tile(2, self.row_tile, BLOCK_KV, operand),
+        }
+        if self.in_e4m3:
+            scale_row = max(self.page_tokens * self.scales_per_token, SCALE_ROW)
+            buffers["k_scale"] = plgpu.SMEM((stages, self.pages_per_tile, scale_row), f32)
+        else:
+            buffers["staging"] = tile(2, self.row_tile, self.d_half, self.dtype)
+        return buffers | {
+            "scratch": plgpu.SMEM((2, WARPS, self.row_tile), f32),
+            "m": plgpu.SMEM((4, self.row_tile), f32),
+            "l": plgpu.SMEM((4, self.row_tile), f32),
+        }
+
+    def barriers(self) -> dict[str, plgpu.Barrier]:
+        """The barriers, by name; the kernel's header says who arrives and who waits."""
+        stages = self.num_stages
+        loads = (3 if self.in_e4m3 else 2) * self.pages_per_tile
+        return {
+            "q_full": plgpu.Barrier(num_arrivals=2),
+            "q_empty": plgpu.Barrier(num_arrivals=2),
+            "k_full": plgpu.Barrier(num_barriers=stages, num_arrivals=loads),
+            "k_empty": plgpu.Barrier(num_barriers=stages),
+            "merge_ready": plgpu.Barrier(num_arrivals=2),
+        }
+
+    def smem_bytes(self) -> int:
+        """Shared memory of a CTA: each buffer rounded up to its alignment, and the barriers."""
+        total = 0
+        for buffer in self.smem().values():
+            size = jnp.dtype(buffer.dtype).itemsize
+            for extent in buffer.shape:
+                size *= extent
+            total += -(-size // SMEM_ALIGN) * SMEM_ALIGN
+        return total + SMEM_ALIGN
+
+    def refusal(self) -> str:
+        """Which requirement the call does not meet; empty if it meets all."""
+        for name, value, accepted in (
+            ("format", self.cache_format, CACHE_FORMATS),
+            ("page_size", self.page_size, PAGE_SIZES),
+            ("kv_lora_rank", self.d_latent, D_LATENT),
+            ("rope_dim", self.d_rope, D_ROPE),
+            ("dtype", self.dtype, DTYPES),
+        ):
+            if value not in accepted:
+                return f"takes {name} of {' or '.join(map(str, accepted))}, this call has {value}"
+        if self.smem_bytes() > SMEM_BYTES:
+            return f"needs {self.smem_bytes()} bytes of shared memory, an SM has {SMEM_BYTES}"
+        return ""

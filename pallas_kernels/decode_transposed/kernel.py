@@ -1,0 +1,472 @@
+"""Dense paged decode of absorbed MLA on Hopper for few heads: transposed ("ETAP").
+
+For every sequence and every row r of its folded (query, head) pairs, over the keys j that the row
+may see:
+
+    s[j, r]   = latent[j] . q_latent[r] + rope[j] . q_rope[r]
+    out[c, r] = sum_j latent[j, c] * softmax(scale * s[:, r])[j]
+
+that is S^T = K Q^T, a softmax down the columns, and O^T += V^T P^T. wgmma has 64 rows (M) and any
+multiple of 8 columns (N). Keys and channels, of which there are enough, are its rows here; the
+queries of a device with few heads, 8 to 32, are its columns, and pad nothing.
+
+A CTA owns one tile of up to 32 rows of queries and one part of the plan: a run of key tiles (64
+tokens) that may begin and end inside a sequence. A sequence's tiles are taken last to first. The
+math warpgroups take them by turns, each tile as a whole, with maxima, sums and an output of its
+own; they meet once per sequence, to add up.
+
+Timeline of two tiles, time running down; `->` are the barriers below:
+
+    load_wg                     mma_wg0                          mma_wg1
+    TMA tile i     -k_full->    S^T = K Q^T
+    TMA tile i+1   -k_full->    max over the tokens              S^T = K Q^T
+                                P = exp2(S - m), to SMEM         max over the tokens
+                                O^T *= alpha if below 1          P = exp2(S - m), to SMEM
+                                O^T += V^T P^T                   O^T *= alpha if below 1
+                   <-k_empty-   wait                             O^T += V^T P^T
+    TMA tile i+2   <-k_empty------------------------------------ wait
+    ...
+    after a sequence's last tile:
+                                m, l, O^T of the right half      m, l, O^T of the left half
+                                to SMEM                          to SMEM
+                                               <-merge_ready->
+                   <-k_empty-   add, store the left half         add, store the right half
+
+V^T is the latent part of the K tile that is there already. Which warpgroup has a tile goes by the
+count of tiles since the CTA began, as the stage does: a stage always is the same one's. The halves
+of O^T that are handed over, in float32, take the place of the last tiles' keys; so the last stage
+of each warpgroup is released by the other one.
+
+The maximum of a column is over all four warps of a warpgroup, by way of its own `scratch`
+(`hopper.columns`).
+
+From `fp8_token` and `fp8_full` caches both products are of e4m3 operands, as `decode_e4m3` has
+them: V^T goes through registers, P has the tokens' scales in it (`products.py`).
+
+Shared memory (bf16, d_latent 512, d_rope 64, 32 rows, 2 stages):
+
+    buffer      shape           dtype  stages    KiB
+    q_latent    32 x 512        bf16   1          32
+    q_rope      32 x 64         bf16   1           4
+    kv_latent   64 x 512        bf16   2         128
+    k_rope      64 x 64         bf16   2          16
+    p           32 x 64         bf16   2           8
+    staging     32 x 256        bf16   2          32
+    scratch     4 x 32          f32    2           1
+    m           32              f32    4           1
+    l           32              f32    4           1
+    barriers                                       1
+    sum                                          224
+
+In e4m3 four stages, k_scale beside them and no staging: 189 KiB (fp8_token).
+
+Registers per thread: 240 (each math warpgroup: 128 accumulator, 16 S, 8 sums, in e4m3 32 V^T), 24
+(load_wg).
+
+Barriers (arrivals x count per phase; each waiter waits for every phase):
+
+    name         guards                                   arrives x count        waits
+    q_full       q_latent, q_rope filled                  TMA x 2                mma_wg0, mma_wg1
+    q_empty      the queries may be replaced              mma_wg0, mma_wg1 x 1   load_wg
+    k_full       stage filled                             TMA x 2, 3 per page    mma_wg0, mma_wg1
+    k_empty      stage may be refilled                    mma_wg0, mma_wg1       load_wg
+    merge_ready  m, l, halves; the last m, l read         mma_wg0, mma_wg1 x 1   mma_wg0, mma_wg1
+
+Of k_full each waits for that of its own stages. k_empty has one arrival, of whom the stage is, or
+after a sequence's last tiles of the other. m and l have room for two sequences: who writes those of
+the next but one has met the other, which then has read these.
+"""
+
+import dataclasses
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.decode_transposed.config import VIEWS, Config
+from pallas_kernels.decode_transposed.products import In16Bits, InE4m3
+from pallas_kernels.hopper import columns, fp8
+from pallas_kernels.hopper.inline import sync_warps
+from pallas_kernels.hopper.layouts import WGMMA, down, full_columns
+from pallas_kernels.hopper.limits import BLOCK_KV, LAUNCH_REGISTERS
+from pallas_kernels.hopper.mma import opaque_zero
+from pallas_kernels.hopper.pieces import Part, Piece
+from pallas_kernels.hopper.row_tiles import first_row
+from pallas_kernels.hopper.softmax import LN2, ColumnSoftmax, Softmax, with_sink
+
+
+@dataclasses.dataclass(frozen=True)
+class Cta:
+    """What one CTA works on, and its memory."""
+
+    config: Config
+    interpret: bool
+    gmem: SimpleNamespace
+    smem: SimpleNamespace
+    bar: SimpleNamespace
+    part: Part
+    row_index: jax.Array
+    """Number of the row tile."""
+
+    @property
+    def first_row(self) -> jax.Array:
+        """First row of the tile. Rows that two tiles share are computed twice, alike."""
+        return first_row(self.row_index, self.config.rows, self.config.row_tile)
+
+    @property
+    def rows(self) -> Any:
+        """The rows of the tile, among those of the sequence."""
+        return pl.ds(self.first_row, self.config.row_tile)
+
+    @property
+    def padded_rows(self) -> Any:
+        """The place of the tile's rows in arrays that hold `row_tile` for each tile."""
+        tile = self.config.row_tile
+        return pl.ds(pl.multiple_of(self.row_index * tile, tile), tile)
+
+    @property
+    def views(self) -> Any:
+        """The ring as `latent`, `exchange` and, in e4m3, `pairs`."""
+        if self.interpret:
+            return self.smem
+        return SimpleNamespace(**dict(zip(VIEWS, self.smem.kv_latent, strict=False)))
+
+    def products(self, wg: int) -> In16Bits | InE4m3:
+        """The math of warpgroup `wg`."""
+        make = InE4m3 if self.config.in_e4m3 else In16Bits
+        of_cta = self.interpret, self.gmem, self.smem, self.views, self.row_index
+        return make(self.config, wg, *of_cta)
+
+    def stage(self, tile_count: jax.Array) -> jax.Array:
+        """The stage of the ring of the tile that comes after `tile_count` others."""
+        return lax.rem(tile_count, jnp.int32(self.config.num_stages))
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """One math warpgroup's tiles of a piece: every other one, `tiles` of them from `first` on."""
+
+    first: jax.Array
+    tiles: jax.Array
+
+    @staticmethod
+    def of(wg: int, count: jax.Array, piece: Piece) -> "Share":
+        """That of math warpgroup `wg` when `count` tiles have been before the piece's."""
+        first = lax.rem(count + wg, jnp.int32(2))
+        return Share(first, lax.div(piece.tiles - first + 1, jnp.int32(2)))
+
+    def index(self, i: jax.Array) -> jax.Array:
+        """The place among the piece's tiles of this warpgroup's tile number `i`."""
+        return self.first + 2 * i
+
+    @property
+    def last(self) -> jax.Array:
+        """That of its last one, if it has any."""
+        return self.index(self.tiles - 1)
+
+
+def _load_wg(cta: Cta) -> None:
+    """Keep the ring of key tiles full, across the sequences; load each one's queries."""
+    config, gmem, smem, bar = cta.config, cta.gmem, cta.smem, cta.bar
+    page_tokens, per_token = config.page_tokens, config.scales_per_token
+
+    def load_q(seq):
+        for source, buffer in ((gmem.q_latent, smem.q_latent), (gmem.q_rope, smem.q_rope)):
+            plgpu.copy_gmem_to_smem(source.at[seq, cta.rows], buffer.at[0], bar.q_full)
+
+    def load_tile(piece: Piece, tile, stage):
+        last_page = lax.div(piece.seq_len - 1, jnp.int32(config.page_size))
+        for i in range(config.pages_per_tile):
+            token = tile * BLOCK_KV + i * page_tokens
+            # A page behind the sequence's end is replaced by its last one: entries there may be
+            # anything.
+            index = jnp.minimum(lax.div(token, jnp.int32(config.page_size)), last_page)
+            page = gmem.block_table[piece.seq, index]
+            offset = lax.rem(token, jnp.int32(config.page_size))
+            tokens, into = pl.ds(offset, page_tokens), pl.ds(i * page_tokens, page_tokens)
+            copies = [
+                (gmem.latent.at[page, tokens], cta.views.latent.at[stage, into]),
+                (gmem.rope.at[page, tokens], smem.k_rope.at[stage, into]),
+            ]
+            if per_token:
+                scales = pl.ds(offset * per_token, page_tokens * per_token)
+                into = pl.ds(0, page_tokens * per_token)
+                copies.append((gmem.scale.at[page, scales], smem.k_scale.at[stage, i, into]))
+            for source, target in copies:
+                plgpu.copy_gmem_to_smem(source, target, bar.k_full.at[stage])
+
+    def run(seq, carry):
+        piece = cta.part.piece(seq)
+
+        def load(i, carry):
+            count, pieces = carry
+            stage, tile = cta.stage(count + i), piece.end - 1 - i
+            pl.when(count + i >= config.num_stages)(
+                lambda: plgpu.barrier_wait(bar.k_empty.at[stage])
+            )
+            load_tile(piece, tile, stage)
+
+            @pl.when(i == 0)
+            def _():
+                pl.when(pieces > 0)(lambda: plgpu.barrier_wait(bar.q_empty))
+                load_q(piece.seq)
+
+            return carry
+
+        count, pieces = lax.fori_loop(0, piece.tiles, load, carry)
+        return count + piece.tiles, pieces + (piece.tiles > 0).astype(jnp.int32)
+
+    count, pieces = cta.part.each_sequence(run, (jnp.int32(0), jnp.int32(0)))
+
+    # Await the last releases too: no barrier may have a phase pending when the CTA ends.
+    pl.when(pieces > 0)(lambda: plgpu.barrier_wait(bar.q_empty))
+    lax.fori_loop(
+        jnp.maximum(count - config.num_stages, 0),
+        count,
+        lambda i, _: plgpu.barrier_wait(bar.k_empty.at[cta.stage(i)]),
+        None,
+    )
+
+
+def _math_wg(wg: int, cta: Cta) -> None:
+    """Every other key tile, from scores to output; at a sequence's end one half of the output."""
+    config, smem, bar = cta.config, cta.smem, cta.bar
+    interpret, products = cta.interpret, cta.products(wg)
+    own_rows = functools.partial(columns.own_rows, interpret=interpret)
+    over_rows = functools.partial(columns.over_rows, interpret=interpret)
+
+    def run(seq, carry):
+        count, pieces = carry
+        piece = cta.part.piece(seq)
+        share = Share.of(wg, count, piece)
+
+        def step(i, carry, factor):
+            halves, softmax = carry
+            index = share.index(i)
+            stage, tile = cta.stage(count + index), piece.end - 1 - index
+            live, last = piece.seq_len - tile * BLOCK_KV, i == share.tiles - 1
+            plgpu.barrier_wait(bar.k_full.at[stage])
+            zero = jnp.int32(0) if interpret else opaque_zero(piece.seq_len + index)
+            s = products.scores(stage, zero)
+            plgpu.barrier_arrive(bar.q_empty, predicate=last)
+            s = _mask(cta, live, s)
+            # Another warp's wgmma may still read these as keys, whose scores are masked.
+            pl.when(live < BLOCK_KV)(lambda: products.zero_dead_tokens(stage, live))
+            scale_max = products.largest_scale(stage, live)
+            largest = over_rows(own_rows(s, largest=True), smem.scratch.at[wg], largest=True)
+            softmax, alpha, beta = softmax.follow(
+                largest * factor, scale_max, config.slack, config.scale_slack
+            )
+            scaled = s * (factor if isinstance(factor, float) else down(factor, BLOCK_KV))
+            p = jnp.exp2(scaled - down(softmax.m, BLOCK_KV))
+            halves, l = _rescale(alpha, beta, halves, softmax.l, interpret=interpret)
+            # The maxima were a meeting of the warps: none of them still multiplies with P.
+            halves = products.add_values(stage, zero, halves, p, softmax.scale, live)
+            plgpu.barrier_arrive(bar.k_empty.at[stage], predicate=jnp.logical_not(last))
+            return halves, softmax._replace(l=l + own_rows(p, largest=False))
+
+        def live():
+            plgpu.barrier_wait(bar.q_full)
+            one = functools.partial(step, factor=products.score_factor(seq))
+            state = ColumnSoftmax.start(config.row_tile, scaled=config.in_e4m3)
+            halves, softmax = lax.fori_loop(0, share.tiles, one, (products.zeros(), state))
+            pl.when(share.tiles == 0)(lambda: plgpu.barrier_arrive(bar.q_empty))
+            _finish(cta, wg, count, pieces, cta.part.piece(seq), halves, softmax)
+
+        def empty():
+            _store(cta, wg, piece, products.zeros()[wg])
+            if wg == 0:
+                _store_lse(cta, piece, full_columns(config.row_tile, -jnp.inf))
+
+        lax.cond(piece.tiles > 0, live, empty)
+        return count + piece.tiles, pieces + (piece.tiles > 0).astype(jnp.int32)
+
+    cta.part.each_sequence(run, (jnp.int32(0), jnp.int32(0)))
+
+
+def _mask(cta: Cta, live, s: jax.Array) -> jax.Array:
+    """-inf where a row may not see a key: behind the end, `live`, or, causal, behind the row's own
+    token."""
+    config = cta.config
+    behind = config.q_len - 1 if config.causal else 0
+
+    def mask(s):
+        iota = lambda dim: plgpu.broadcasted_iota(jnp.int32, s.shape, dim, layout=WGMMA)
+        limits = live - behind
+        if behind:
+            limits += lax.div(iota(1) + cta.first_row, jnp.int32(config.num_heads))
+        return jnp.where(iota(0) < limits, s, -jnp.inf)
+
+    return lax.cond(live - behind < BLOCK_KV, mask, lambda s: s, s)
+
+
+def _rescale(alpha: jax.Array, beta: jax.Array, halves: Any, l: jax.Array, *, interpret: bool):
+    """The output so far times alpha and the sums times beta, which is no less; left out where alpha
+    is 1 for all columns, in all warps alike."""
+    leaves, tree = jax.tree.flatten(halves)
+
+    def scaled(l, *leaves):
+        return l * beta, *(x * down(alpha, x.shape[0]) for x in leaves)
+
+    needed = fp8.any_column_below_one(alpha, interpret=interpret)
+    l, *leaves = lax.cond(needed, scaled, lambda *same: same, l, *leaves)
+    return jax.tree.unflatten(tree, leaves), l
+
+
+def _finish(
+    cta: Cta, wg: int, count, pieces, piece: Piece, halves: Any, softmax: ColumnSoftmax
+) -> None:
+    """Add up what both math warpgroups have, normalise and store one half of the output."""
+    config, smem, bar, interpret = cta.config, cta.smem, cta.bar, cta.interpret
+    own, other = (Share.of(i, count, piece) for i in (wg, 1 - wg))
+    halves = cta.products(wg).true_size(halves, softmax.scale)
+    l = columns.over_rows(softmax.l, smem.scratch.at[wg], largest=False, interpret=interpret)
+    # The products of all warps have read V, and they the scratch.
+    sync_warps(interpret=interpret)
+    place = 2 * lax.rem(pieces, jnp.int32(2))
+    for ref, values in ((smem.m, softmax.m), (smem.l, l)):
+        columns.store_column_values(ref.at[place + wg], values, interpret=interpret)
+    given = halves[1 - wg]
+    pl.when(own.tiles > 0)(lambda: _give(cta, cta.stage(count + own.last), given))
+    plgpu.barrier_arrive(bar.merge_ready)
+    plgpu.barrier_wait(bar.merge_ready)
+
+    load = functools.partial(fp8.load_columns, columns=config.row_tile, interpret=interpret)
+    (m_other,), (l_other,) = (load(ref.at[pl.ds(place + 1 - wg, 1)]) for ref in (smem.m, smem.l))
+    m = jnp.maximum(softmax.m, m_other)
+    factors = jnp.exp2(softmax.m - m), jnp.exp2(m_other - m)
+    inverse, lse2 = Softmax(m, l * factors[0] + l_other * factors[1]).finish()
+    if wg == 0:
+        _store_lse(cta, piece, lse2)
+    if config.has_sink:
+        # Else its address would be made before the loop over the sequences, and spilled.
+        zero = jnp.int32(0) if interpret else opaque_zero(piece.seq_len)
+        (sink,) = load(cta.gmem.sink.at[pl.ds(cta.row_index + zero, 1)])
+        inverse = lax.cond(piece.whole, lambda: with_sink(inverse, lse2, sink), lambda: inverse)
+    mine, theirs = (down(factor * inverse, halves[wg][0].shape[0]) for factor in factors)
+    stage = cta.stage(count + other.last)
+    half = []
+    for ref, acc in zip(_exchange(cta, stage), halves[wg], strict=True):
+        add = lambda acc, ref=ref: acc + _take(cta, ref, stage, acc.shape) * theirs
+        half.append(lax.cond(other.tiles > 0, add, lambda same: same, acc * mine))
+    plgpu.commit_smem()  # TMA writes where that was read
+    plgpu.barrier_arrive(bar.k_empty.at[stage], predicate=other.tiles > 0)
+    _store(cta, wg, piece, half)
+
+
+def _exchange(cta: Cta, stage) -> list[Any]:
+    """The places of half an output's accumulators in a stage."""
+    rows = cta.config.exchange_rows
+    places = (pl.ds(i * rows, rows) for i in range(cta.config.accumulators))
+    return [cta.views.exchange.at[stage, place] for place in places]
+
+
+def _give(cta: Cta, stage, half: Any) -> None:
+    """Half an output to the other math warpgroup, in the place of this stage's keys."""
+    latent = cta.views.latent
+    if cta.interpret:  # what was there is lost
+        latent[stage] = jnp.full(latent.shape[1:], jnp.nan, latent.dtype)
+    for ref, acc in zip(_exchange(cta, stage), half, strict=True):
+        columns.give(ref, acc, interpret=cta.interpret)
+
+
+def _take(cta: Cta, ref, stage, shape: tuple[int, int]) -> jax.Array:
+    """What the other math warpgroup has given there."""
+    acc = columns.take(ref, shape, interpret=cta.interpret)
+    if cta.interpret:  # unless the stage has been filled again
+        lost = jnp.isnan(cta.views.latent[stage].astype(jnp.float32)).all()
+        acc = jnp.where(lost, acc, jnp.nan)
+    return acc
+
+
+def _store(cta: Cta, wg: int, piece: Piece, half: Any) -> None:
+    """Store a normalised half: final for a whole sequence, else partial."""
+    gmem, channels, products = cta.gmem, cta.config.half(wg), cta.products(wg)
+
+    @pl.when(piece.whole)
+    def _():
+        products.store_final(gmem.out.at[piece.seq, cta.rows, channels], half)
+
+    @pl.when(jnp.logical_not(piece.whole))
+    def _():
+        products.store_partial(gmem.partial.at[piece.slot, cta.padded_rows, channels], half)
+
+
+def _store_lse(cta: Cta, piece: Piece, lse2: jax.Array) -> None:
+    """Store the log-sum-exp: natural for a whole sequence, else base 2, for the combine."""
+    store = functools.partial(columns.store_column_values, interpret=cta.interpret)
+
+    @pl.when(piece.whole)
+    def _():
+        store(cta.gmem.lse.at[piece.seq, cta.padded_rows], lse2 * LN2)
+
+    @pl.when(jnp.logical_not(piece.whole))
+    def _():
+        store(cta.gmem.partial_lse2.at[piece.slot, cta.padded_rows], lse2)
+
+
+ROLES = (functools.partial(_math_wg, 0), functools.partial(_math_wg, 1), _load_wg)
+
+
+def decode(config: Config, inputs: dict[str, jax.Array], interpret: Any = None):
+    """Launch the kernel: `(out, lse, partial, partial_lse2)`, natural-log `lse`.
+
+    Undefined are: rows beyond a sequence's, which `out` has up to a multiple of 8 and the others up
+    to whole tiles; and the partial results of whole sequences.
+    """
+    batch = inputs["q_latent"].shape[0]
+    num_parts = inputs["parts"].shape[0]
+    padded = config.row_tiles * config.row_tile
+    # A single part has no sequence split: with many rows, the place for pieces would be large.
+    slots, slot_rows = (2 * num_parts, padded) if num_parts > 1 else (1, config.row_tile)
+    f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    out = (batch, max(config.rows, config.row_tile), config.d_latent)
+    outputs = {
+        "out": jax.ShapeDtypeStruct(out, jnp.dtype(config.dtype)),
+        "lse": f32(batch, padded),
+        "partial": f32(slots, slot_rows, config.d_latent),
+        "partial_lse2": f32(slots, slot_rows),
+    }
+    capacity = inputs["block_table"].shape[1] * config.page_size
+    smem, bars = config.smem(bool(interpret)), config.barriers()
+
+    def body(*refs):
+        refs = list(refs)
+        take = lambda names: SimpleNamespace(**{name: refs.pop(0) for name in names})
+        gmem, smem_refs, bar = take([*inputs, *outputs]), take(smem), take(bars)
+
+        def act(role, registers):
+            action = "increase" if registers > LAUNCH_REGISTERS else "decrease"
+            plgpu.set_max_registers(registers, action=action)
+            # Found anew by every role: what lives across the branch must fit load_wg's registers.
+            index, row_tiles = lax.axis_index("cta"), jnp.int32(config.row_tiles)
+            part_index, row_index = lax.div(index, row_tiles), lax.rem(index, row_tiles)
+            part = Part(gmem.parts, part_index, gmem.seq_lens, capacity)
+            role(Cta(config, bool(interpret), gmem, smem_refs, bar, part, row_index))
+
+        for wg, (role, registers) in enumerate(zip(ROLES, config.registers, strict=True)):
+            pl.when(lax.axis_index("wg") == wg)(functools.partial(act, role, registers))
+
+    launch = plgpu.kernel(
+        body,
+        out_type=tuple(outputs.values()),
+        scratch_types=[*smem.values(), *bars.values()],
+        grid=(num_parts * config.row_tiles,),
+        grid_names=("cta",),
+        num_threads=len(ROLES),
+        thread_name="wg",
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=0,
+        ),
+        kernel_name="mla_decode_transposed",
+    )
+    return launch(*inputs.values())

@@ -1,0 +1,323 @@
+"""The transposed decode kernel on the simulated GPU: results, races, and that each is found.
+
+As `test_decode_dense_interpret.py` does it. What is particular here:
+
+- The device functions of `hopper.columns` have stand-ins; `test_column_addresses.py` has the real
+  ones.
+- The simulator takes the union of the key ring and what the math warpgroups exchange for one
+  buffer, whatever the stage; they are two there, and giving half an output makes the keys of its
+  stage NaN, which taking it verifies.
+- What orders the warps of a warpgroup among themselves (`sync_warps`) is not seen.
+"""
+
+import dataclasses
+import functools
+import re
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import decode
+from pallas_kernels.combine import kernel as combine
+from pallas_kernels.decode_transposed import entry, kernel, products
+from pallas_kernels.decode_transposed.config import E4M3_FORMATS, Config
+from pallas_kernels.hopper import plan
+from tests import inputs, oracle, tolerances
+from tests.kernels import simulator
+
+pytestmark = [pytest.mark.interpret, pytest.mark.timeout(120)]
+
+SITES = [*simulator.sites(kernel), *simulator.sites(products)]
+FORMATS = {"bf16": "In16Bits", "fp8_token": "InE4m3"}
+"""One of each kind, and the class that has its products."""
+MATH, LOAD = (0, 1), (2,)
+NAMES = ("mma_wg0", "mma_wg1", "load_wg")
+
+
+def warpgroups(site):
+    """Those that may run it."""
+    return LOAD if site.function == "_load_wg" else MATH
+
+
+def barrier_of(site):
+    return re.search(r"\bbar\.(\w+)", site.argument).group(1)
+
+
+def sites_of(format):
+    """Those in the kernel for caches in this format."""
+    others = set(FORMATS.values()) - {FORMATS[format]}
+    return [site for site in SITES if site.function not in others]
+
+
+def decode_case(lens, format, **sizes):
+    """In e4m3 with queries as small as the contract has them: `inputs` makes them ten times as
+    large."""
+    case = inputs.decode_case(lens, format=format, **sizes)
+    if format not in E4M3_FORMATS:
+        return case
+    small = lambda q: (q / 10).astype(q.dtype)
+    return dataclasses.replace(case, q_latent=small(case.q_latent), q_rope=small(case.q_rope))
+
+
+def limit_sms(monkeypatch, num_sms):
+    for module in (plan, decode):
+        monkeypatch.setattr(module, "num_sms", lambda: num_sms)
+
+
+def simulate(
+    case,
+    num_sms,
+    monkeypatch,
+    *,
+    scale=inputs.SCALE,
+    causal=True,
+    attn_sink=None,
+    expect=None,
+    given_plan=None,
+):
+    """`mla_decode` on so few SMs; out and lse are checked against the oracle (of `expect`)."""
+    limit_sms(monkeypatch, num_sms)
+    monkeypatch.setattr(combine, "CTAS_PER_SM", 1)
+    kwargs = {"scale": scale, "causal": causal, "attn_sink": attn_sink}
+    simulation = simulator.Simulation(
+        lambda *args: decode.mla_decode(
+            *args,
+            **kwargs,
+            plan=given_plan,
+            return_lse=True,
+            transposed=True,
+            interpret=simulator.PARAMS,
+        )
+    )
+    out, lse = simulation.run(*case.args)
+    expected_out, expected_lse = oracle.decode(*(expect or case).args, **kwargs)
+    within = tolerances.OUT[out.dtype.name], tolerances.LSE
+    if case.cache.format in E4M3_FORMATS:
+        within = tolerances.E4M3_OUT, tolerances.E4M3_LSE
+    tolerances.check("out", out, expected_out, within[0])
+    tolerances.check("lse", lse, expected_lse, within[1])
+    rows = case.q_latent.shape[1] * case.q_latent.shape[2]
+    return plan.divide(case.seq_lens, rows=rows, row_tile=32)
+
+
+def cuts(parts):
+    """How many parts begin inside a sequence."""
+    return int((parts[:, 1] > 0).sum())
+
+
+ALL_FORMATS = pytest.mark.parametrize("format", ["bf16", *E4M3_FORMATS])
+
+
+@ALL_FORMATS
+def test_split_and_whole_sequences_with_a_sink(format, monkeypatch):
+    sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
+    sink = jnp.array([0.5, np.inf, -np.inf, -3.0, 1.0, 0.0, 2.0, -1.0], jnp.float32)
+    case = decode_case((70, 1500, 0), format, **sizes)
+    assert cuts(simulate(case, 4, monkeypatch, attn_sink=sink)) == 3
+
+
+@pytest.mark.parametrize("format", ["f16", *E4M3_FORMATS])
+def test_small_pages_odd_heads_and_f16(format, monkeypatch):
+    """Six rows, four pages a tile, one page ending inside the mask, odd and even counts of
+    tiles."""
+    sizes = {"s_q": 2, "h_q": 3, "page_size": 16, "kv_lora_rank": 256, "rope_dim": 32}
+    case = decode_case((0, 65, 3, 0, 130), format, dtype=jnp.float16, **sizes)
+    simulate(case, 2, monkeypatch)
+
+
+def test_a_causal_mask_over_two_tiles(monkeypatch):
+    """The last query's token begins a tile, so that the others see less than the one before."""
+    sizes = {"s_q": 3, "h_q": 4, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
+    simulate(inputs.decode_case((193, 1, 2), **sizes), 1, monkeypatch)
+    sizes = {"s_q": 70, "h_q": 1, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
+    simulate(inputs.decode_case((256,), **sizes), 1, monkeypatch)
+
+
+def test_sinks_of_the_size_of_the_scores(monkeypatch):
+    """Several queries: a row's sink is that of its head. Some sequences are split, some not."""
+    sizes = {"s_q": 2, "h_q": 3, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
+    sink = jnp.array([6.0, -4.0, 8.0], jnp.float32)
+    parts = simulate(
+        inputs.decode_case((1500, 65), **sizes), 3, monkeypatch, attn_sink=sink, scale=1.0
+    )
+    assert 0 < cuts(parts) < 3
+
+
+@pytest.mark.parametrize("rows", [24, 32])
+def test_rows_that_fill_one_tile(rows, monkeypatch):
+    sizes = {"h_q": rows, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
+    simulate(inputs.decode_case((64, 300, 129), **sizes), 2, monkeypatch)
+
+
+@ALL_FORMATS
+def test_tiled_rows_on_large_pages(format, monkeypatch):
+    """Eighty rows: the third tile is drawn back over the second."""
+    sizes = {"s_q": 5, "h_q": 16, "page_size": 128, "kv_lora_rank": 256, "rope_dim": 64}
+    case = decode_case((1000,), format, **sizes)
+    assert cuts(simulate(case, 6, monkeypatch)) == 1
+
+
+def test_a_plan_for_larger_row_tiles(monkeypatch):
+    """Forty rows are one tile of the other schedule, whose plan serves this one too."""
+    sizes = {"h_q": 40, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
+    case = inputs.decode_case((500, 64), **sizes)
+    limit_sms(monkeypatch, 2)
+    parts = plan.divide(case.seq_lens, rows=40)
+    assert parts.shape[0] == 2
+    simulate(case, 2, monkeypatch, given_plan=SimpleNamespace(parts=parts))
+
+
+def test_lengths_that_the_table_has_no_place_for(monkeypatch):
+    """The tokens behind the table's last page do not exist; the plan knows nothing of that."""
+    sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
+    case = inputs.decode_case((128, 640, 64), max_pages=10, **sizes)
+    for wild in (2000, 2**31 - 1):
+        lens = jnp.array([128, wild, 64], jnp.int32)
+        simulate(dataclasses.replace(case, seq_lens=lens), 4, monkeypatch, expect=case)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("scale", [0.2, 0.0, -0.2])
+def test_scale_known_at_run_time(scale, format, monkeypatch):
+    sizes = {"s_q": 2, "h_q": 4, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 32}
+    simulate(decode_case((65, 0, 1), format, **sizes), 2, monkeypatch, scale=jnp.float32(scale))
+
+
+def test_deepseek_sizes_and_a_rising_maximum(monkeypatch):
+    """Scores of hundreds: the maximum rises by more than is let pass without rescaling, and the two
+    warpgroups end with different ones."""
+    sizes = {"h_q": 16, "page_size": 32, "kv_lora_rank": 512, "rope_dim": 64}
+    case = inputs.decode_case((63, 400), **sizes)
+    simulate(case, 1, monkeypatch, scale=20.0, causal=False)
+
+
+@pytest.mark.parametrize("format", E4M3_FORMATS)
+def test_deepseek_sizes_in_e4m3(format, monkeypatch):
+    """Thirty-two rows, all stages, scores whose maximum rises by more than is let pass."""
+    sizes = {"h_q": 32, "page_size": 32, "kv_lora_rank": 512, "rope_dim": 64}
+    case = decode_case((63, 500), format, **sizes)
+    simulate(case, 1, monkeypatch, scale=2.0, causal=False)
+
+
+def test_tokens_of_very_different_scale(monkeypatch):
+    """The scale that all are relative to rises and rises; the smallest tokens still count."""
+    sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
+    case = decode_case((700,), "fp8_token", **sizes)
+    scale = np.array(case.cache.scale).reshape(-1)
+    scale[case.live] *= 10.0 ** -np.linspace(0, 3, 700, dtype=np.float32)
+    scale = jnp.asarray(scale.reshape(case.cache.scale.shape))
+    cache = dataclasses.replace(case.cache, scale=scale)
+    simulate(dataclasses.replace(case, cache=cache), 1, monkeypatch)
+
+
+PARTS = jnp.array([[0, 0, 7, 0, -1, 0, 0, 0]], jnp.int32)
+
+
+def simulation(format):
+    config = Config(format, "bfloat16", 256, 64, 16, 8, 1, True, has_sink=False, scale=inputs.SCALE)
+    launch = functools.partial(entry.launch, config, attn_sink=None, interpret=simulator.PARAMS)
+    return simulator.Simulation(launch)
+
+
+@functools.cache
+def small(format):
+    """Inputs that reach every synchronisation: odd and even counts of tiles, single ones of either
+    warpgroup, dead tokens, empty rows.
+
+    One CTA takes them all, and each stage of the ring more than once.
+    """
+    lens = (65, 130, 0, 1, 250, 2, 300)
+    case = decode_case(lens, format, h_q=8, kv_lora_rank=256, rope_dim=64)
+    return SimpleNamespace(simulation=simulation(format), args=(*case.args, PARTS))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_no_false_alarm(format):
+    """Whatever the threads' speed: the clocks alone decide. And the same bits every time."""
+    run = lambda: small(format).simulation.run(*small(format).args)[:2]
+    first = run()
+    for _ in range(2):
+        jax.tree.map(np.testing.assert_array_equal, run(), first)
+
+
+ABSENT = [
+    (format, simulator.Mutant((site,), warpgroup=warpgroup))
+    for format in FORMATS
+    for site in sites_of(format)
+    for warpgroup in warpgroups(site)
+]
+
+
+@pytest.mark.parametrize(("format", "mutant"), ABSENT, ids=str)
+def test_each_synchronisation_is_needed(format, mutant):
+    with pytest.raises(simulator.Fault):
+        small(format).simulation.run(*small(format).args, mutant=mutant)
+
+
+def unordered():
+    """The mutants in which one role's waits for (arrivals at) one barrier bring no order."""
+    groups = {}
+    for site in SITES:
+        if site.kind != "commit_smem":
+            for warpgroup in warpgroups(site):
+                groups.setdefault((barrier_of(site), warpgroup, site.kind), []).append(site)
+    return [
+        simulator.Mutant(tuple(group), unordered=True, warpgroup=warpgroup)
+        for (_, warpgroup, _), group in groups.items()
+    ]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("mutant", unordered(), ids=str)
+def test_the_order_that_each_barrier_brings_is_needed(mutant, format):
+    with pytest.raises(simulator.Fault, match=r"^race$"):
+        small(format).simulation.run(*small(format).args, mutant=mutant)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_one_scratch_for_both_warpgroups_is_a_race(format, monkeypatch):
+    """What Pallas' `max(axis=0)` does, and what made a prototype wrong now and then."""
+    over_rows = kernel.columns.over_rows
+    shared = lambda values, scratch, **kwargs: over_rows(values, scratch.ref.at[0], **kwargs)
+    monkeypatch.setattr(kernel.columns, "over_rows", shared)
+    with pytest.raises(simulator.Fault, match=r"^race$"):
+        simulation(format).run(*small(format).args)
+
+
+def header_table(first_column):
+    """Rows of the table in the kernel's header whose head begins so: lists of columns."""
+    lines = iter(kernel.__doc__.splitlines())
+    for line in lines:
+        if line.split()[:1] == [first_column]:
+            return [re.split(r"\s{2,}", line.strip()) for line in iter(lambda: next(lines), "")]
+    raise AssertionError(first_column)
+
+
+DEEPSEEK = Config("bf16", "bfloat16", 512, 64, 64, 32, 1, causal=True, has_sink=False)
+
+
+def test_header_names_every_barrier_and_who_waits():
+    table = {row[0]: row for row in header_table("name")}
+    assert table.keys() == DEEPSEEK.barriers().keys()
+    assert table.keys() == {barrier_of(s) for s in SITES if s.argument}
+    for name, row in table.items():
+        used = lambda kind, name=name: {
+            NAMES[warpgroup]
+            for s in SITES
+            if s.kind == kind and barrier_of(s) == name
+            for warpgroup in warpgroups(s)
+        }
+        assert used("barrier_wait") == set(row[-1].split(", "))
+        assert all(role in row[2] for role in used("barrier_arrive")), row
+
+
+def test_header_names_every_buffer():
+    """The table's sum is what the configuration asks for."""
+    table = {row[0]: int(row[-1]) for row in header_table("buffer")}
+    total = table.pop("sum")
+    table.pop("barriers")
+    assert table.keys() == DEEPSEEK.smem().keys()
+    assert total * 1024 == DEEPSEEK.smem_bytes()
