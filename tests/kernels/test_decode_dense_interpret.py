@@ -21,7 +21,7 @@ import pytest
 
 from pallas_kernels import decode
 from pallas_kernels.combine import kernel as combine
-from pallas_kernels.decode_dense import entry, kernel
+from pallas_kernels.decode_dense import entry, kernel, load
 from pallas_kernels.decode_dense.config import Config
 from pallas_kernels.hopper import plan
 from tests import inputs, oracle, tolerances
@@ -29,9 +29,26 @@ from tests.kernels import simulator
 
 pytestmark = [pytest.mark.interpret, pytest.mark.timeout(120)]
 
-SITES = simulator.sites(kernel)
-ROLES = {role.__name__: warpgroup for warpgroup, role in enumerate(kernel.ROLES)}
+CONFIG = functools.partial(Config, causal=True, has_sink=False, scale=inputs.SCALE)
+CONFIGS = {
+    "bf16": CONFIG("bfloat16", 256, 64, 16, 8, 1),
+    "fp8_ds_mla": CONFIG("bfloat16", 256, 64, 16, 8, 1, cache_format="fp8_ds_mla"),
+}
+"""Of the kernels whose synchronisations are left out."""
+
+ROLES = {
+    format: {role.__name__: wg for wg, role in enumerate(kernel.roles(config))}
+    for format, config in CONFIGS.items()
+}
 MATH = ("_mma_wg0", "_mma_wg1")
+PRODUCERS = {role for roles in ROLES.values() for role in roles} - {*MATH}
+
+
+def sites(format):
+    """The synchronisations of a kernel: not those of the other formats' producers."""
+    found = simulator.sites(kernel) + simulator.sites(load)
+    others = PRODUCERS - ROLES[format].keys()
+    return [site for site in found if site.function not in others]
 
 
 def barrier_of(site):
@@ -139,61 +156,77 @@ def test_deepseek_sizes_and_a_rising_maximum(monkeypatch):
 
 
 @functools.cache
-def small():
+def small(format):
     """Inputs that reach every synchronisation: short and long sequences, dead tokens, empty rows.
 
     One CTA takes them all, and each stage of the ring more than once.
     """
-    case = inputs.decode_case((65, 130, 0, 1, 250), h_q=8, kv_lora_rank=256, rope_dim=64)
-    config = Config("bfloat16", 256, 64, 16, 8, 1, True, has_sink=False, scale=inputs.SCALE)
-    launch = functools.partial(entry.launch, config, attn_sink=None, interpret=simulator.PARAMS)
+    sizes = {"h_q": 8, "kv_lora_rank": 256, "rope_dim": 64, "format": format}
+    case = inputs.decode_case((65, 130, 0, 1, 250), **sizes)
+    launch = functools.partial(
+        entry.launch, CONFIGS[format], attn_sink=None, interpret=simulator.PARAMS
+    )
     parts = jnp.array([[0, 0, 5, 0, -1, 0, 0, 0]], jnp.int32)
     return SimpleNamespace(simulation=simulator.Simulation(launch), args=(*case.args, parts))
 
 
-def test_no_false_alarm():
+@pytest.mark.parametrize("format", CONFIGS)
+def test_no_false_alarm(format):
     """Whatever the threads' speed: the clocks alone decide."""
     for _ in range(3):
-        small().simulation.run(*small().args)
+        small(format).simulation.run(*small(format).args)
 
 
-def roles_of(site):
-    """The roles that run this call: what is in no role's function is both math warpgroups'."""
-    return (site.function,) if site.function in ROLES else MATH
+def roles_of(site, format):
+    """The roles that run this call: what is in no role's function is the producer's or both math
+    warpgroups', by its file."""
+    if site.function in ROLES[format]:
+        return (site.function,)
+    return MATH if site.file == kernel.__file__ else (*PRODUCERS & ROLES[format].keys(),)
 
 
-def absent(site):
-    """The mutants without this call: of each role that runs it."""
-    return [simulator.Mutant((site,), warpgroup=ROLES[role]) for role in roles_of(site)]
+def absent(format):
+    """The mutants without one call: of each role that runs it."""
+    return [
+        (format, simulator.Mutant((site,), warpgroup=ROLES[format][role]))
+        for site in sites(format)
+        for role in roles_of(site, format)
+    ]
 
 
-ABSENT = [mutant for site in SITES for mutant in absent(site)]
+def on_each(mutants):
+    """Of the kernel of each format."""
+    return pytest.mark.parametrize(
+        ("format", "mutant"), [x for format in CONFIGS for x in mutants(format)], ids=str
+    )
 
 
-@pytest.mark.parametrize("mutant", ABSENT, ids=str)
-def test_each_synchronisation_is_needed(mutant):
+@on_each(absent)
+def test_each_synchronisation_is_needed(format, mutant):
+    if mutant.sites[0].function == "_zero_dead_tokens" and CONFIGS[format].converts:
+        pytest.skip("the producer has zeroed them")
     with pytest.raises(simulator.Fault):
-        small().simulation.run(*small().args, mutant=mutant)
+        small(format).simulation.run(*small(format).args, mutant=mutant)
 
 
-def unordered():
+def unordered(format):
     """The mutants in which one role's waits for (arrivals at) one barrier bring no order."""
     groups = {}
-    for site in SITES:
+    for site in sites(format):
         if site.kind != "commit_smem":
-            for role in roles_of(site):
-                key = barrier_of(site), ROLES[role], site.kind
+            for role in roles_of(site, format):
+                key = barrier_of(site), ROLES[format][role], site.kind
                 groups.setdefault(key, []).append(site)
     return [
-        simulator.Mutant(tuple(group), unordered=True, warpgroup=warpgroup)
+        (format, simulator.Mutant(tuple(group), unordered=True, warpgroup=warpgroup))
         for (_, warpgroup, _), group in groups.items()
     ]
 
 
-@pytest.mark.parametrize("mutant", unordered(), ids=str)
-def test_the_order_that_each_barrier_brings_is_needed(mutant):
+@on_each(unordered)
+def test_the_order_that_each_barrier_brings_is_needed(format, mutant):
     with pytest.raises(simulator.Fault, match=r"^race$"):
-        small().simulation.run(*small().args, mutant=mutant)
+        small(format).simulation.run(*small(format).args, mutant=mutant)
 
 
 def header_table(first_column):
