@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.decode_dense.config import Config
 from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M
+from pallas_kernels.hopper.plan import END_SEQ, END_TILE, SEQ, TILE
 from pallas_kernels.hopper.row_tiles import first_row
 
 
@@ -45,8 +46,13 @@ class Cta:
     bar: SimpleNamespace
     part: jax.Array
     row_tile: jax.Array
-    cut: tuple[jax.Array, ...]
-    """Where the part begins and ends: `(seq, tile, end_seq, end_tile)`."""
+    held_cut: tuple[jax.Array, ...] | None
+    """`cut`, or None for a role without registers to keep it: then it is read when asked for."""
+
+    @property
+    def cut(self) -> tuple[jax.Array, ...]:
+        """Where the part begins and ends: `(seq, tile, end_seq, end_tile)`."""
+        return cut_of(self.gmem, self.part) if self.held_cut is None else self.held_cut
 
     @property
     def first_row(self) -> jax.Array:
@@ -93,3 +99,8 @@ class Cta:
         """Fold `run(piece, carry)` over the part's sequences, the empty ones included."""
         first, end = self.sequences()
         return lax.fori_loop(first, end, lambda seq, carry: run(self.piece(seq), carry), init)
+
+
+def cut_of(gmem: SimpleNamespace, part: jax.Array) -> tuple[jax.Array, ...]:
+    """`Cta.cut` of a part, from the plan."""
+    return tuple(gmem.parts[part, column] for column in (SEQ, TILE, END_SEQ, END_TILE))

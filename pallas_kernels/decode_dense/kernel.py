@@ -48,11 +48,25 @@ Barriers (arrivals x count per phase; each waiter waits for every phase):
     name           guards                         arrives x count                waits
     q_full         q_latent, q_rope filled        TMA x 2                        mma_wg0
     q_empty        the queries may be replaced    mma_wg0 x 1                    load_wg
-    k_full         stage filled                   TMA x 3 per page               mma_wg0
+    k_full         stage filled                   TMA x 3 per page (see below)   mma_wg0
     k_empty        stage may be refilled          mma_wg0, mma_wg1 x 1           load_wg
     p_ready        alpha and P of the stage       mma_wg0 x 1                    mma_wg1
     inverse_ready  1/l of the piece               mma_wg0 x 1                    mma_wg1
     inverse_free   `inverse` may be rewritten     mma_wg1 x 1                    mma_wg0
+
+A cache in `fp8_ds_mla` has another producer, `convert_wg` instead of `load_wg`, and the same math
+and shared memory (d_latent 512):
+
+    convert_wg
+    (tile i in registers, as e4m3: 64, scales 4)
+    wait for k_empty
+    TMA of the rope keys of tile i
+    tile i times its scales, in bf16, to SMEM
+    fence                            -k_full->
+    loads of tile i+1 into the same registers, in flight while it waits
+
+Its arrivals at k_full are TMA x 1 per page and convert_wg x 1; it waits where load_wg does. It
+stores zeros for the tokens behind the end. Registers: 224 (mma_wg0), 184 (mma_wg1), 96.
 """
 
 import functools
@@ -67,13 +81,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_dense.config import Config
-from pallas_kernels.decode_dense.cta import Cta, Piece
+from pallas_kernels.decode_dense.cta import Cta, Piece, cut_of
 from pallas_kernels.decode_dense.load import convert_wg, load_wg
 from pallas_kernels.hopper.inline import store_rows, sync_warps, zero_rows
 from pallas_kernels.hopper.layouts import WGMMA, WGMMA_ROW, across, full
 from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M, LAUNCH_REGISTERS
 from pallas_kernels.hopper.mma import add_dot, dot, opaque_zero
-from pallas_kernels.hopper.plan import END_SEQ, END_TILE, SEQ, TILE
 from pallas_kernels.hopper.softmax import LN2, LOG2E, Softmax, rescale
 
 
@@ -329,7 +342,7 @@ def decode(config: Config, inputs: dict[str, jax.Array], interpret: Any = None):
             # Found anew by every role: what lives across the branch must fit load_wg's registers.
             index, row_tiles = lax.axis_index("cta"), jnp.int32(config.row_tiles)
             part, row_tile = lax.div(index, row_tiles), lax.rem(index, row_tiles)
-            cut = tuple(gmem.parts[part, column] for column in (SEQ, TILE, END_SEQ, END_TILE))
+            cut = None if role is convert_wg else cut_of(gmem, part)
             role(Cta(config, bool(interpret), gmem, smem_refs, bar, part, row_tile, cut))
 
         for wg, (role, registers) in enumerate(zip(roles(config), config.registers, strict=True)):

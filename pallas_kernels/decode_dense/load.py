@@ -41,40 +41,41 @@ def convert_wg(cta: Cta) -> None:
     config, gmem, smem, bar = cta.config, cta.gmem, cta.smem, cta.bar
     quarters = range(BLOCK_KV // dequantise.TOKENS)
 
-    def pages_of(piece: Piece, tile):
-        return tuple(_page(cta, piece, tile, i) for i in range(config.pages_per_tile))
+    def sources(piece: Piece, tile):
+        """Where the quarters of a tile lie; a page is looked up when its first one is asked for."""
+        page: Any = None
+        for quarter in quarters:
+            i, token = divmod(quarter * dequantise.TOKENS, config.page_tokens)
+            page = _page(cta, piece, tile, i) if token == 0 else page
+            tokens = pl.ds(_tokens(cta, tile).start + token, dequantise.TOKENS)
+            yield gmem.latent.at[page, tokens], gmem.scale.at[page, tokens]
 
-    def load(tile, pages, quarter):
-        i, token = divmod(quarter * dequantise.TOKENS, config.page_tokens)
-        tokens = pl.ds(_tokens(cta, tile).start + token, dequantise.TOKENS)
+    def load(latents, scales):
         return (
-            dequantise.load_latents(gmem.latent.at[pages[i], tokens], interpret=cta.interpret),
-            dequantise.load_scales(gmem.scale.at[pages[i], tokens], interpret=cta.interpret),
+            dequantise.load_latents(latents, interpret=cta.interpret),
+            dequantise.load_scales(scales, interpret=cta.interpret),
         )
 
     def begin(piece: Piece):
-        tile = piece.end - 1
-        pages = pages_of(piece, tile)
-        return pages, tuple(load(tile, pages, quarter) for quarter in quarters)
+        return tuple(load(*source) for source in sources(piece, piece.end - 1))
 
-    def fill(piece: Piece, tile, stage, await_stage, load_queries, state):
-        pages, loaded = state
+    def fill(piece: Piece, tile, stage, await_stage, load_queries, loaded):
         # The last tile is followed by itself, for nothing.
-        next_tile = jnp.maximum(tile - 1, piece.begin)
-        next_pages = pages_of(piece, next_tile)
+        upcoming = list(sources(piece, jnp.maximum(tile - 1, piece.begin)))
         live = piece.seq_len - tile * BLOCK_KV
         await_stage()
-        for i, page in enumerate(pages):
-            _load(cta, gmem.rope.at[page, _tokens(cta, tile)], smem.k_rope, stage, i)
+        for i in range(config.pages_per_tile):
+            page, tokens = _page(cta, piece, tile, i), _tokens(cta, tile)
+            _load(cta, gmem.rope.at[page, tokens], smem.k_rope, stage, i)
         load_queries()
-        halves, coming = (smem.kv_left.at[stage], smem.kv_right.at[stage]), []
+        halves = smem.kv_left.at[stage], smem.kv_right.at[stage]
         for quarter in quarters:
             first = quarter * dequantise.TOKENS
             dequantise.store_bf16(*halves, first, *loaded[quarter], live, interpret=cta.interpret)
-            coming.append(load(next_tile, next_pages, quarter))
         plgpu.commit_smem()
         plgpu.barrier_arrive(bar.k_full.at[stage])
-        return next_pages, tuple(coming)
+        # Not before: the fence of `commit_smem` may wait for loads as it does for stores.
+        return tuple(load(*source) for source in upcoming)
 
     _each_tile(cta, begin, fill)
 

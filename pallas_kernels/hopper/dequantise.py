@@ -70,7 +70,7 @@ def load_latents(ref: Any, *, interpret: bool) -> jax.Array:
             rows, half = divmod(i, 2)
             offset = rows * _tokens_of_load(d_latent // 2) * row_bytes + half * (d_latent // 2)
             words = mgpu_utils.inline_ptx(
-                "ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];",
+                "ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];",
                 mgpu_utils.getelementptr(first, [offset], i8),
                 result_types=[i32] * 4,
                 has_side_effects=True,
@@ -139,7 +139,9 @@ def store_bf16(
         assert row_bytes == 128
         warp, lane = warp_and_lane()
         # Of the token whose scale this lane has loaded.
-        row = arith.shrui(arith.andi(lane, const(4 * per_token - 1)), const(per_token.bit_length() - 1))
+        row = arith.shrui(
+            arith.andi(lane, const(4 * per_token - 1)), const(per_token.bit_length() - 1)
+        )
         row = arith.addi(row, arith.addi(arith.muli(warp, const(4)), const(first)))
         alive = arith.cmpi(arith.CmpIPredicate.slt, row, live.registers.flat[0])
         scale = extract(scales.registers.flat[0], 0)
@@ -164,9 +166,7 @@ def store_bf16(
             lane_of_scale = arith.addi(
                 source, const(load * per_load * per_token + half * per_token // 2)
             )
-            factor = nvvm.shfl_sync(
-                const(-1), scale, lane_of_scale, const(0x1F), nvvm.ShflKind.idx
-            )
+            factor = nvvm.shfl_sync(const(-1), scale, lane_of_scale, const(0x1F), nvvm.ShflKind.idx)
             pairs = [p for j in range(4) for p in _convert(extract(words, j), factor)]
             for chunk in range(2):
                 place = arith.xori(swizzled, const(16 * (chunk ^ load * per_load)))

@@ -51,6 +51,9 @@ def sites(format):
     return [site for site in found if site.function not in others]
 
 
+on_each_format = pytest.mark.parametrize("format", CONFIGS)
+
+
 def barrier_of(site):
     return re.search(r"\bbar\.(\w+)", site.argument).group(1)
 
@@ -84,31 +87,35 @@ def cuts(parts):
     return int((parts[:, 1] > 0).sum())
 
 
-def test_split_and_whole_sequences_with_a_sink(monkeypatch):
-    sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
+@on_each_format
+def test_split_and_whole_sequences_with_a_sink(format, monkeypatch):
+    sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64, "format": format}
     sink = jnp.array([0.5, np.inf, -np.inf, -3.0, 1.0, 0.0, 2.0, -1.0], jnp.float32)
     case = inputs.decode_case((70, 1500, 0), **sizes)
     assert cuts(simulate(case, 4, monkeypatch, attn_sink=sink)) == 3
 
 
-def test_small_pages_odd_heads_and_f16(monkeypatch):
+@pytest.mark.parametrize(("format", "dtype"), [("f16", "float16"), ("fp8_ds_mla", "bfloat16")])
+def test_small_pages_and_odd_heads(format, dtype, monkeypatch):
     """Six rows, P in a buffer of its own, four pages a tile, one page ending inside the mask."""
     sizes = {"s_q": 2, "h_q": 3, "page_size": 16, "kv_lora_rank": 256, "rope_dim": 32}
-    case = inputs.decode_case((0, 65, 3, 0, 130), format="f16", dtype=jnp.float16, **sizes)
+    case = inputs.decode_case((0, 65, 3, 0, 130), format=format, dtype=jnp.dtype(dtype), **sizes)
     simulate(case, 2, monkeypatch)
 
 
-def test_a_causal_mask_over_two_tiles(monkeypatch):
+@on_each_format
+def test_a_causal_mask_over_two_tiles(format, monkeypatch):
     """The last query's token begins a tile, so that the others see less than the one before."""
-    sizes = {"s_q": 3, "h_q": 4, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
-    simulate(inputs.decode_case((193, 1, 2), **sizes), 1, monkeypatch)
-    sizes = {"s_q": 70, "h_q": 1, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
-    simulate(inputs.decode_case((256,), **sizes), 1, monkeypatch)
+    sizes = {"page_size": 64, "kv_lora_rank": 256, "rope_dim": 64, "format": format}
+    simulate(inputs.decode_case((193, 1, 2), s_q=3, h_q=4, **sizes), 1, monkeypatch)
+    simulate(inputs.decode_case((256,), s_q=70, h_q=1, **sizes), 1, monkeypatch)
 
 
-def test_sinks_of_the_size_of_the_scores(monkeypatch):
+@on_each_format
+def test_sinks_of_the_size_of_the_scores(format, monkeypatch):
     """Several queries: a row's sink is that of its head. Some sequences are split, some not."""
     sizes = {"s_q": 2, "h_q": 3, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
+    sizes["format"] = format
     sink = jnp.array([6.0, -4.0, 8.0], jnp.float32)
     parts = simulate(
         inputs.decode_case((1500, 65), **sizes), 3, monkeypatch, attn_sink=sink, scale=1.0
@@ -126,9 +133,10 @@ def test_one_part_has_neither_pieces_nor_combine(num_sms, monkeypatch):
     assert ("mla_decode_combine" in str(jax.make_jaxpr(run)(*case.args))) == (num_sms > 1)
 
 
-def test_lengths_that_the_table_has_no_place_for(monkeypatch):
+@on_each_format
+def test_lengths_that_the_table_has_no_place_for(format, monkeypatch):
     """The tokens behind the table's last page do not exist; the plan knows nothing of that."""
-    sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
+    sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64, "format": format}
     case = inputs.decode_case((128, 640, 64), max_pages=10, **sizes)
     for wild in (2000, 2**31 - 1):
         lens = jnp.array([128, wild, 64], jnp.int32)
@@ -141,18 +149,38 @@ def test_scale_known_at_run_time(scale, monkeypatch):
     simulate(inputs.decode_case((65, 0, 1), **sizes), 2, monkeypatch, scale=jnp.float32(scale))
 
 
-def test_tiled_rows_on_large_pages(monkeypatch):
+@on_each_format
+def test_tiled_rows_on_large_pages(format, monkeypatch):
     """Eighty rows: the second tile is drawn back over the first."""
     sizes = {"s_q": 5, "h_q": 16, "page_size": 128, "kv_lora_rank": 256, "rope_dim": 64}
+    sizes["format"] = format
     case = inputs.decode_case((1000,), **sizes)
     assert cuts(simulate(case, 4, monkeypatch)) == 1
 
 
-def test_deepseek_sizes_and_a_rising_maximum(monkeypatch):
+@on_each_format
+def test_deepseek_sizes_and_a_rising_maximum(format, monkeypatch):
     """Scores of hundreds: the maximum rises by more than is let pass without rescaling."""
-    sizes = {"h_q": 64, "page_size": 32, "kv_lora_rank": 512, "rope_dim": 64}
+    sizes = {"h_q": 64, "page_size": 32, "kv_lora_rank": 512, "rope_dim": 64, "format": format}
     case = inputs.decode_case((63, 200), **sizes)
     simulate(case, 1, monkeypatch, scale=20.0, causal=False)
+
+
+def test_scales_far_from_one(monkeypatch):
+    sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
+    case = inputs.decode_case((70, 3), format="fp8_ds_mla", **sizes)
+    limit_sms(monkeypatch, 1)
+    kwargs = {"scale": inputs.SCALE, "causal": True, "attn_sink": None}
+    decode_simulated = simulator.Simulation(
+        lambda *args: decode.mla_decode(
+            *args, **kwargs, plan=None, return_lse=True, interpret=simulator.PARAMS
+        )
+    )
+    out, lse = decode_simulated.run(*inputs.with_scales_of(case, (-20, 20)).args)
+    out = np.asarray(out, np.float32) / np.repeat(np.exp2([-20, 20]), 128)
+    expected_out, expected_lse = oracle.decode(*case.args, **kwargs)
+    tolerances.check("out", out, expected_out, tolerances.OUT["bfloat16"])
+    tolerances.check("lse", lse, expected_lse, tolerances.LSE)
 
 
 @functools.cache
@@ -238,19 +266,24 @@ def header_table(first_column):
     raise AssertionError(first_column)
 
 
-def test_header_names_every_barrier_and_who_waits():
-    barriers = Config("bfloat16", 512, 64, 64, 128, 1, causal=True, has_sink=False).barriers()
+@on_each_format
+def test_header_names_every_barrier_and_who_waits(format):
     table = {row[0]: row for row in header_table("name")}
-    assert table.keys() == barriers.keys() == {barrier_of(s) for s in SITES if s.argument}
+    found = sites(format)
+    assert table.keys() == CONFIGS[format].barriers().keys()
+    assert table.keys() == {barrier_of(s) for s in found if s.argument}
     for name, row in table.items():
         used = lambda kind, name=name: {
             role.strip("_")
-            for s in SITES
+            for s in found
             if s.kind == kind and barrier_of(s) == name
-            for role in roles_of(s)
+            for role in roles_of(s, format)
         }
-        assert used("barrier_wait") == {row[-1]}
-        assert all(role in row[2] for role in used("barrier_arrive")), row
+        # What is told of the other producer below the table.
+        waits = {"load_wg" if role == "convert_wg" else role for role in used("barrier_wait")}
+        arrives = used("barrier_arrive") - ({"convert_wg"} if name == "k_full" else set())
+        assert waits == {row[-1]}
+        assert all(role in row[2] for role in arrives), row
 
 
 def test_header_names_every_buffer():
