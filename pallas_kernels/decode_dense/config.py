@@ -54,7 +54,7 @@ class Config:
     def registers(self) -> tuple[int, int, int]:
         """Per thread of `mma_wg0`, `mma_wg1`, `load_wg` or `convert_wg`; their sum is 3 x 168, what
         a CTA of 384 threads starts with."""
-        return (224, 184, 96) if self.converts else (240, 240, 24)
+        return (232, 176, 96) if self.converts else (240, 240, 24)
 
     @property
     def rows(self) -> int:

@@ -66,7 +66,7 @@ and shared memory (d_latent 512):
     loads of tile i+1 into the same registers, in flight while it waits
 
 Its arrivals at k_full are TMA x 1 per page and convert_wg x 1; it waits where load_wg does. It
-stores zeros for the tokens behind the end. Registers: 224 (mma_wg0), 184 (mma_wg1), 96.
+stores zeros for the tokens behind the end. Registers: 232 (mma_wg0), 176 (mma_wg1), 96.
 """
 
 import functools

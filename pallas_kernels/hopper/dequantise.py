@@ -97,7 +97,7 @@ def load_scales(ref: Any, *, interpret: bool) -> jax.Array:
         mine = arith.andi(lane, const(4 * per_token - 1))
         at = arith.addi(arith.muli(warp, const(4 * per_token)), mine)
         at = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [at], i32)
-        ptx = "ld.global.nc.b32 $0, [$1];"
+        ptx = "ld.global.b32 $0, [$1];"
         bits = mgpu_utils.inline_ptx(ptx, at, result_types=i32, has_side_effects=True)
         registers = np.array([vector.from_elements(ir.VectorType.get((1,), i32), [bits])])
         return FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=True)
