@@ -41,8 +41,6 @@ class Config:
     (`hopper.softmax`)."""
     cache_format: str = ""
     """Empty: that which stores `dtype` as it is."""
-    spill_bytes: int = 0
-    """Spills the compile gate accepts."""
 
     @property
     def converts(self) -> bool:
@@ -55,6 +53,12 @@ class Config:
         """Per thread of `mma_wg0`, `mma_wg1`, `load_wg` or `convert_wg`; their sum is 3 x 168, what
         a CTA of 384 threads starts with."""
         return (232, 176, 96) if self.converts else (240, 240, 24)
+
+    @property
+    def spill_bytes(self) -> int:
+        """Spills the compile gate accepts: one value, once a tile, of a `convert_wg` that loads
+        queries of row tiles that overlap."""
+        return 4 if self.converts and self.row_tiles > 1 and self.rows % BLOCK_M else 0
 
     @property
     def rows(self) -> int:

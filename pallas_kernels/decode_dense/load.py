@@ -62,16 +62,16 @@ def convert_wg(cta: Cta) -> None:
     def fill(piece: Piece, tile, stage, await_stage, load_queries, loaded):
         # The last tile is followed by itself, for nothing.
         upcoming = list(sources(piece, jnp.maximum(tile - 1, piece.begin)))
-        live = piece.seq_len - tile * BLOCK_KV
         await_stage()
         for i in range(config.pages_per_tile):
             page, tokens = _page(cta, piece, tile, i), _tokens(cta, tile)
             _load(cta, gmem.rope.at[page, tokens], smem.k_rope, stage, i)
         load_queries()
-        halves = smem.kv_left.at[stage], smem.kv_right.at[stage]
-        for quarter in quarters:
-            first = quarter * dequantise.TOKENS
-            dequantise.store_bf16(*halves, first, *loaded[quarter], live, interpret=cta.interpret)
+        live = piece.seq_len - tile * BLOCK_KV
+        left, right = smem.kv_left.at[stage], smem.kv_right.at[stage]
+        for quarter, (latents, scales) in zip(quarters, loaded, strict=True):
+            first, interpret = quarter * dequantise.TOKENS, cta.interpret
+            dequantise.store_bf16(left, right, first, latents, scales, live, interpret=interpret)
         plgpu.commit_smem()
         plgpu.barrier_arrive(bar.k_full.at[stage])
         # Not before: the fence of `commit_smem` may wait for loads as it does for stores.
