@@ -38,7 +38,7 @@ class Declared(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DecodeDense:
-    """`mla_decode` on a bf16 or f16 cache: attention and combine."""
+    """`mla_decode` in 16-bit products: attention and combine."""
 
     dtype: str = "bfloat16"
     h: int = 128
@@ -50,6 +50,8 @@ class DecodeDense:
     d_rope: int = 64
     run_scale: bool = False
     """`scale` is traced."""
+    cache_format: str = ""
+    """Empty: that which stores `dtype` as it is."""
 
     kernel = "decode_dense"
 
@@ -57,13 +59,14 @@ class DecodeDense:
         flags = ("causal" if self.causal else "full") + (" sink" if self.has_sink else "")
         flags += " traced scale" if self.run_scale else ""
         return (
-            f"{self.dtype} {self.h}x{self.s_q} {self.d_latent}+{self.d_rope} "
+            f"{self.cache_format or self.dtype} {self.h}x{self.s_q} {self.d_latent}+{self.d_rope} "
             f"page {self.page_size} {flags}"
         )
 
     @property
     def config(self) -> Config:
         return Config(
+            cache_format=self.cache_format,
             dtype=self.dtype,
             d_latent=self.d_latent,
             d_rope=self.d_rope,
@@ -88,10 +91,15 @@ class DecodeDense:
 
     def arguments(self, array: Callable[[tuple[int, ...], Any], Any]) -> tuple[Any, ...]:
         """The arguments of `function`, made by `array(shape, dtype)`."""
+        stored = FORMATS[self.cache_format] if self.cache_format else unscaled_format(self.dtype)
         q = lambda d: array((BATCH, self.s_q, self.h, d), self.dtype)
-        pages = lambda d: array((PAGES, self.page_size, d), self.dtype)
+        pages = lambda d, dtype: array((PAGES, self.page_size, d), dtype)
+        num_scales = stored.num_scales(self.d_latent)
         cache = LatentCache(
-            pages(self.d_latent), pages(self.d_rope), None, unscaled_format(self.dtype).name
+            pages(self.d_latent, stored.latent_dtype),
+            pages(self.d_rope, stored.rope_dtype),
+            pages(num_scales, jnp.float32) if num_scales else None,
+            stored.name,
         )
         sink = array((self.h,), jnp.float32) if self.has_sink else None
         table, lens = array((BATCH, TABLE), jnp.int32), array((BATCH,), jnp.int32)
@@ -277,6 +285,7 @@ HEADS = (
 def few() -> list[Variant]:
     """Every value of every option, and most pairs: what `make test` compiles."""
     f16 = "float16"
+    ds_mla = functools.partial(DecodeDense, cache_format="fp8_ds_mla")
     return [
         DecodeDense(),
         DecodeDense(h=16, s_q=4, run_scale=True),
@@ -285,6 +294,11 @@ def few() -> list[Variant]:
         DecodeDense(f16, h=8, s_q=4, page_size=32, has_sink=True, d_latent=256, d_rope=32),
         DecodeDense(h=24, s_q=3, page_size=128, d_rope=32),
         DecodeDense(h=1, page_size=16, d_latent=256),
+        ds_mla(),
+        ds_mla(h=16, s_q=4, run_scale=True, page_size=16),
+        ds_mla(h=16, has_sink=True, page_size=128),
+        ds_mla(h=128, s_q=2, has_sink=True, page_size=16, causal=False, d_rope=32),
+        ds_mla(h=24, s_q=3, page_size=32, d_latent=256, d_rope=32),
         DecodeTransposed(),
         DecodeTransposed(h=32, has_sink=True, page_size=128),
         DecodeTransposed("f16", f16, h=8, s_q=4, page_size=16, run_scale=True, causal=False),
@@ -316,14 +330,21 @@ def every() -> list[Variant]:
     """All heads, masks and sinks at the usual sizes; all sizes at a few heads; every append."""
     f16 = "float16"
     heads = [
-        DecodeDense(h=h, s_q=s_q, causal=causal, has_sink=sink)
-        for (h, s_q), sink in itertools.product(HEADS, (False, True))
+        DecodeDense(h=h, s_q=s_q, causal=causal, has_sink=sink, cache_format=cache_format)
+        for cache_format, (h, s_q), sink in itertools.product(
+            ("", "fp8_ds_mla"), HEADS, (False, True)
+        )
         for causal in ((True, False) if s_q > 1 else (True,))
     ]
     sizes = [
-        DecodeDense(dtype, page_size=page_size, d_latent=d_latent, d_rope=d_rope)
-        for dtype, page_size, d_latent, d_rope in itertools.product(
-            ("bfloat16", "float16"), (16, 32, 64, 128), (512, 256), (64, 32)
+        DecodeDense(
+            dtype, page_size=page_size, d_latent=d_latent, d_rope=d_rope, cache_format=cache_format
+        )
+        for (dtype, cache_format), page_size, d_latent, d_rope in itertools.product(
+            (("bfloat16", ""), ("float16", ""), ("bfloat16", "fp8_ds_mla")),
+            (16, 32, 64, 128),
+            (512, 256),
+            (64, 32),
         )
     ]
     transposed_heads = [

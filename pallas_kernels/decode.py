@@ -11,6 +11,7 @@ from jax.custom_batching import sequential_vmap
 
 from pallas_kernels.combine.kernel import merge
 from pallas_kernels.decode_dense import entry
+from pallas_kernels.decode_dense.config import CACHE_FORMATS as DENSE_FORMATS
 from pallas_kernels.decode_dense.config import Config
 from pallas_kernels.decode_e4m3 import entry as e4m3_entry
 from pallas_kernels.decode_e4m3.config import CACHE_FORMATS as E4M3_FORMATS
@@ -24,7 +25,7 @@ from pallas_kernels.hopper.limits import BLOCK_M
 from pallas_kernels.hopper.plan import divide
 from pallas_kernels.hopper.row_tiles import untile
 
-FORMATS = ("bf16", "f16", *E4M3_FORMATS)
+FORMATS = (*DENSE_FORMATS, *E4M3_FORMATS)
 
 
 def mla_decode(
@@ -52,7 +53,7 @@ def mla_decode(
     if cache.format not in formats:
         raise Unsupported(f"takes a cache in {' or '.join(formats)}, this one is {cache.format}")
     in_e4m3 = cache.format in E4M3_FORMATS
-    if not in_e4m3 and q_latent.dtype != cache.latent.dtype:
+    if cache.scale is None and q_latent.dtype != cache.latent.dtype:
         raise Unsupported(
             f"takes queries of the cache's dtype, {cache.latent.dtype}, these are {q_latent.dtype}"
         )
@@ -61,12 +62,9 @@ def mla_decode(
     _, q_len, num_heads, d_latent = q_latent.shape
     # A positive number is compiled in; anything else costs the kernel a product per score.
     is_number = not isinstance(scale, jax.Array) and 0.0 < float(scale) < math.inf
-    make: Any = Config
-    if transposed:
-        make = functools.partial(TransposedConfig, cache_format=cache.format)
-    elif in_e4m3:
-        make = functools.partial(E4m3Config, cache_format=cache.format)
+    make: Any = TransposedConfig if transposed else E4m3Config if in_e4m3 else Config
     config = make(
+        cache_format=cache.format,
         dtype=str(q_latent.dtype),
         d_latent=d_latent,
         d_rope=q_rope.shape[-1],

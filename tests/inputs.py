@@ -95,6 +95,15 @@ def decode_case(
     )
 
 
+def with_scales_of(case: DecodeCase, exponents) -> DecodeCase:
+    """An `fp8_ds_mla` case whose i-th 128 channels are so many powers of two larger, their queries
+    as much smaller."""
+    factors = np.exp2(np.array(exponents, np.float32))
+    by_channel = jnp.asarray(np.repeat(factors, 128), case.q_latent.dtype)
+    cache = dataclasses.replace(case.cache, scale=case.cache.scale * factors)
+    return dataclasses.replace(case, q_latent=case.q_latent / by_channel, cache=cache)
+
+
 def sparse_indices(rng, live, *shape):
     """Slots drawn from `live`, a fifth of them -1 or no slot at all."""
     indices = rng.choice(live, shape) if len(live) else np.full(shape, -1)

@@ -32,7 +32,7 @@ RANK = {name: len(LAYERS) - i for i, layer in enumerate(LAYERS) for name in laye
 # Within pallas_kernels, what lies outside the kernels' folders.
 SHARED = {"hopper": 2, "formats": 1, "errors": 1}
 SHARED_TOP = max(SHARED.values())
-WITHIN_KERNEL = {"entry": 3, "kernel": 2, "config": 1, "cost": 1}
+WITHIN_KERNEL = {"entry": 5, "kernel": 4, "load": 3, "cta": 2, "config": 1, "cost": 1}
 KERNEL_LIBRARIES = {"jax", "jaxlib", "jaxtyping", "numpy", "ml_dtypes", "jax_triton", "triton"}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.formats import FORMATS
 from pallas_kernels.hopper.layouts import tiled
 from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M, SMEM_ALIGN, SMEM_BYTES
 from pallas_kernels.hopper.row_tiles import num_tiles
@@ -15,6 +16,7 @@ PAGE_SIZES = (16, 32, 64, 128)
 D_LATENT = (256, 512)
 D_ROPE = (32, 64)
 DTYPES = ("bfloat16", "float16")
+CACHE_FORMATS = ("bf16", "f16", "fp8_ds_mla")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Config:
     """One variant of the kernel."""
 
     dtype: str
+    """Of the queries and of the output, and what is multiplied."""
     d_latent: int
     d_rope: int
     page_size: int
@@ -36,11 +39,26 @@ class Config:
     slack: float = 8.0
     """Growth of the running maximum, base 2, that is let pass without rescaling
     (`hopper.softmax`)."""
-    registers: tuple[int, int, int] = (240, 240, 24)
-    """Per thread of `mma_wg0`, `mma_wg1`, `load_wg`; their sum is 3 x 168, what a CTA of 384
-    threads starts with."""
-    spill_bytes: int = 0
-    """Spills the compile gate accepts."""
+    cache_format: str = ""
+    """Empty: that which stores `dtype` as it is."""
+
+    @property
+    def converts(self) -> bool:
+        """The cache's latents are not what is multiplied: `convert_wg` takes the place of
+        `load_wg`."""
+        return bool(self.cache_format) and FORMATS[self.cache_format].latent_dtype != self.dtype
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        """Per thread of `mma_wg0`, `mma_wg1`, `load_wg` or `convert_wg`; their sum is 3 x 168, what
+        a CTA of 384 threads starts with."""
+        return (232, 176, 96) if self.converts else (240, 240, 24)
+
+    @property
+    def spill_bytes(self) -> int:
+        """Spills the compile gate accepts: one value, once a tile, of a `convert_wg` that loads
+        queries of row tiles that overlap."""
+        return 4 if self.converts and self.row_tiles > 1 and self.rows % BLOCK_M else 0
 
     @property
     def rows(self) -> int:
@@ -84,6 +102,11 @@ class Config:
         return max(1, BLOCK_KV // self.page_size)
 
     @property
+    def page_tokens(self) -> int:
+        """Tokens that a tile takes from one page."""
+        return min(self.page_size, BLOCK_KV)
+
+    @property
     def p_in_rope(self) -> bool:
         """P takes the place of its tile's rope keys, dead once the scores are there, if they are as
         wide."""
@@ -113,10 +136,13 @@ class Config:
     def barriers(self) -> dict[str, plgpu.Barrier]:
         """The barriers, by name; the kernel's header says who arrives and who waits."""
         stages = self.num_stages
+        # A tile's pages bring latents, in two halves, and rope keys; converted latents come at
+        # once.
+        filled = self.pages_per_tile + 1 if self.converts else 3 * self.pages_per_tile
         return {
             "q_full": plgpu.Barrier(num_arrivals=2),
             "q_empty": plgpu.Barrier(),
-            "k_full": plgpu.Barrier(num_barriers=stages, num_arrivals=3 * self.pages_per_tile),
+            "k_full": plgpu.Barrier(num_barriers=stages, num_arrivals=filled),
             "k_empty": plgpu.Barrier(num_barriers=stages, num_arrivals=2),
             "p_ready": plgpu.Barrier(num_barriers=stages),
             "inverse_ready": plgpu.Barrier(),
@@ -135,6 +161,9 @@ class Config:
 
     def refusal(self) -> str:
         """Which requirement the call does not meet; empty if it meets all."""
+        if self.converts and self.dtype != "bfloat16":
+            # That of the rope keys, and the only one with room for every scale.
+            return f"takes bfloat16 queries with {self.cache_format}, these are {self.dtype}"
         for name, value, accepted in (
             ("page_size", self.page_size, PAGE_SIZES),
             ("kv_lora_rank", self.d_latent, D_LATENT),

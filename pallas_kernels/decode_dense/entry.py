@@ -40,6 +40,7 @@ def launch(
         "q_rope": fold(q_rope),
         "latent": cache.latent,
         "rope": cache.rope,
+        **({"scale": cache.scale} if config.converts else {}),
         "block_table": block_table,
         "seq_lens": seq_lens,
         "parts": parts,

@@ -48,14 +48,27 @@ Barriers (arrivals x count per phase; each waiter waits for every phase):
     name           guards                         arrives x count                waits
     q_full         q_latent, q_rope filled        TMA x 2                        mma_wg0
     q_empty        the queries may be replaced    mma_wg0 x 1                    load_wg
-    k_full         stage filled                   TMA x 3 per page               mma_wg0
+    k_full         stage filled                   TMA x 3 per page (see below)   mma_wg0
     k_empty        stage may be refilled          mma_wg0, mma_wg1 x 1           load_wg
     p_ready        alpha and P of the stage       mma_wg0 x 1                    mma_wg1
     inverse_ready  1/l of the piece               mma_wg0 x 1                    mma_wg1
     inverse_free   `inverse` may be rewritten     mma_wg1 x 1                    mma_wg0
+
+A cache in `fp8_ds_mla` has another producer, `convert_wg` instead of `load_wg`, and the same math
+and shared memory (d_latent 512):
+
+    convert_wg
+    (tile i in registers, as e4m3: 64, scales 4)
+    wait for k_empty
+    TMA of the rope keys of tile i
+    tile i times its scales, in bf16, to SMEM
+    fence                            -k_full->
+    loads of tile i+1 into the same registers, in flight while it waits
+
+Its arrivals at k_full are TMA x 1 per page and convert_wg x 1; it waits where load_wg does. It
+stores zeros for the tokens behind the end. Registers: 232 (mma_wg0), 176 (mma_wg1), 96.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -68,152 +81,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_dense.config import Config
+from pallas_kernels.decode_dense.cta import Cta, Piece, cut_of
+from pallas_kernels.decode_dense.load import convert_wg, load_wg
 from pallas_kernels.hopper.inline import store_rows, sync_warps, zero_rows
 from pallas_kernels.hopper.layouts import WGMMA, WGMMA_ROW, across, full
 from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M, LAUNCH_REGISTERS
 from pallas_kernels.hopper.mma import add_dot, dot, opaque_zero
-from pallas_kernels.hopper.plan import END_SEQ, END_TILE, SEQ, TILE
-from pallas_kernels.hopper.row_tiles import first_row
 from pallas_kernels.hopper.softmax import LN2, LOG2E, Softmax, rescale
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """The key tiles `[begin, end)` of sequence `seq` that this CTA works on, last to first."""
-
-    seq: jax.Array
-    seq_len: jax.Array
-    begin: jax.Array
-    end: jax.Array
-    whole: jax.Array
-    """The sequence is not split: the piece gives its final output."""
-    slot: jax.Array
-    """Where the piece's partial result goes if the sequence is split."""
-
-    @property
-    def tiles(self) -> jax.Array:
-        """Key tiles of the piece."""
-        return self.end - self.begin
-
-
-@dataclasses.dataclass(frozen=True)
-class Cta:
-    """What one CTA works on, and its memory."""
-
-    config: Config
-    interpret: bool
-    gmem: SimpleNamespace
-    smem: SimpleNamespace
-    bar: SimpleNamespace
-    part: jax.Array
-    row_tile: jax.Array
-    cut: tuple[jax.Array, ...]
-    """Where the part begins and ends: `(seq, tile, end_seq, end_tile)`."""
-
-    @property
-    def first_row(self) -> jax.Array:
-        """First row of the tile. Rows that two tiles share are computed twice, alike."""
-        return first_row(self.row_tile, self.config.rows)
-
-    @property
-    def rows(self) -> Any:
-        """The rows of the tile, among those of the sequence."""
-        return pl.ds(self.first_row, self.config.q_tile_rows)
-
-    @property
-    def padded_rows(self) -> Any:
-        """The place of the tile's rows in arrays that hold `BLOCK_M` for each tile."""
-        return pl.ds(pl.multiple_of(self.row_tile * BLOCK_M, BLOCK_M), BLOCK_M)
-
-    def stage(self, tile_count: jax.Array) -> jax.Array:
-        """The stage of the ring of the tile that comes after `tile_count` others."""
-        return lax.rem(tile_count, jnp.int32(self.config.num_stages))
-
-    def p_smem(self, stage):
-        """Where P of this stage lies."""
-        return self.smem.k_rope.at[stage] if self.config.p_in_rope else self.smem.p.at[stage]
-
-    def sequences(self) -> tuple[jax.Array, jax.Array]:
-        """The range of sequences that the part touches."""
-        first_seq, _, end_seq, end_tile = self.cut
-        return first_seq, jnp.where(end_tile > 0, end_seq + 1, end_seq)
-
-    def piece(self, seq: jax.Array) -> Piece:
-        """The part's share of sequence `seq`."""
-        first_seq, first_tile, end_seq, end_tile = self.cut
-        # Tokens that the block table has no place for do not exist; the plan may count them.
-        capacity = self.gmem.block_table.shape[1] * self.config.page_size
-        seq_len = jnp.clip(self.gmem.seq_lens[seq], 0, capacity)
-        tiles = lax.div(seq_len + (BLOCK_KV - 1), jnp.int32(BLOCK_KV))
-        begin = jnp.where(seq == first_seq, first_tile, 0)
-        whole = (begin == 0) & (seq < end_seq)
-        end = jnp.where(seq == end_seq, jnp.minimum(end_tile, tiles), tiles)
-        slot = 2 * self.part + (seq != first_seq).astype(jnp.int32)
-        return Piece(seq, seq_len, jnp.minimum(begin, end), end, whole, slot)
-
-    def each_piece(self, run: Callable[..., Any], init: Any) -> Any:
-        """Fold `run(piece, carry)` over the part's sequences, the empty ones included."""
-        first, end = self.sequences()
-        return lax.fori_loop(first, end, lambda seq, carry: run(self.piece(seq), carry), init)
-
-
-def _load_wg(cta: Cta) -> None:
-    """Keep the ring of key tiles full, across the sequences; load each one's queries."""
-    config, gmem, smem, bar = cta.config, cta.gmem, cta.smem, cta.bar
-    page_tokens = min(config.page_size, BLOCK_KV)
-
-    def load_q(seq):
-        into = pl.ds(0, config.q_tile_rows)
-        for source, buffer in ((gmem.q_latent, smem.q_latent), (gmem.q_rope, smem.q_rope)):
-            plgpu.copy_gmem_to_smem(source.at[seq, cta.rows], buffer.at[0, into], bar.q_full)
-
-    def load_tile(piece: Piece, tile, stage):
-        last_page = lax.div(piece.seq_len - 1, jnp.int32(config.page_size))
-        for i in range(config.pages_per_tile):
-            token = tile * BLOCK_KV + i * page_tokens
-            # A page behind the sequence's end is replaced by its last one: entries there may be
-            # anything.
-            index = jnp.minimum(lax.div(token, jnp.int32(config.page_size)), last_page)
-            page = gmem.block_table[piece.seq, index]
-            tokens = pl.ds(lax.rem(token, jnp.int32(config.page_size)), page_tokens)
-            into = pl.ds(i * page_tokens, page_tokens)
-            for source, ring in (
-                (gmem.latent.at[page, tokens, config.left], smem.kv_left),
-                (gmem.latent.at[page, tokens, config.right], smem.kv_right),
-                (gmem.rope.at[page, tokens], smem.k_rope),
-            ):
-                plgpu.copy_gmem_to_smem(source, ring.at[stage, into], bar.k_full.at[stage])
-
-    def run(piece: Piece, carry):
-        def load(i, carry):
-            count, pieces = carry
-            stage, tile = cta.stage(count + i), piece.end - 1 - i
-            pl.when(count + i >= config.num_stages)(
-                lambda: plgpu.barrier_wait(bar.k_empty.at[stage])
-            )
-            load_tile(piece, tile, stage)
-
-            @pl.when(i == 0)
-            def _():
-                pl.when(pieces > 0)(lambda: plgpu.barrier_wait(bar.q_empty))
-                load_q(piece.seq)
-
-            return carry
-
-        count, pieces = lax.fori_loop(0, piece.tiles, load, carry)
-        return count + piece.tiles, pieces + (piece.tiles > 0).astype(jnp.int32)
-
-    count, pieces = cta.each_piece(run, (jnp.int32(0), jnp.int32(0)))
-
-    # Await the last releases too: no barrier may have a phase pending when the CTA ends.
-    pl.when(pieces > 0)(lambda: plgpu.barrier_wait(bar.q_empty))
-
-    lax.fori_loop(
-        jnp.maximum(count - config.num_stages, 0),
-        count,
-        lambda i, _: plgpu.barrier_wait(bar.k_empty.at[cta.stage(i)]),
-        None,
-    )
 
 
 def _mma_wg0(cta: Cta) -> None:
@@ -360,6 +234,8 @@ def _zero_dead_tokens(cta: Cta, piece: Piece, tile, v: Any) -> None:
 
     Another warp's QK may still read them as keys; their scores are masked whatever they are.
     """
+    if cta.config.converts:
+        return  # the converter has done so
     live = piece.seq_len - tile * BLOCK_KV
 
     @pl.when(live < BLOCK_KV)
@@ -420,7 +296,9 @@ def _store_lse(cta: Cta, piece: Piece, lse2: jax.Array) -> None:
         cta.gmem.partial_lse2[piece.slot, cta.padded_rows] = lse2
 
 
-ROLES = (_mma_wg0, _mma_wg1, _load_wg)
+def roles(config: Config) -> tuple[Callable[[Cta], None], ...]:
+    """What each warpgroup does."""
+    return _mma_wg0, _mma_wg1, convert_wg if config.converts else load_wg
 
 
 def decode(config: Config, inputs: dict[str, jax.Array], interpret: Any = None):
@@ -455,10 +333,10 @@ def decode(config: Config, inputs: dict[str, jax.Array], interpret: Any = None):
             # Found anew by every role: what lives across the branch must fit load_wg's registers.
             index, row_tiles = lax.axis_index("cta"), jnp.int32(config.row_tiles)
             part, row_tile = lax.div(index, row_tiles), lax.rem(index, row_tiles)
-            cut = tuple(gmem.parts[part, column] for column in (SEQ, TILE, END_SEQ, END_TILE))
+            cut = None if role is convert_wg else cut_of(gmem, part)
             role(Cta(config, bool(interpret), gmem, smem_refs, bar, part, row_tile, cut))
 
-        for wg, (role, registers) in enumerate(zip(ROLES, config.registers, strict=True)):
+        for wg, (role, registers) in enumerate(zip(roles(config), config.registers, strict=True)):
             pl.when(lax.axis_index("wg") == wg)(functools.partial(act, role, registers))
 
     launch = plgpu.kernel(
@@ -467,7 +345,7 @@ def decode(config: Config, inputs: dict[str, jax.Array], interpret: Any = None):
         scratch_types=[*smem.values(), *bars.values()],
         grid=(num_parts * config.row_tiles,),
         grid_names=("cta",),
-        num_threads=len(ROLES),
+        num_threads=len(config.registers),
         thread_name="wg",
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(

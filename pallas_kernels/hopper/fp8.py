@@ -142,7 +142,7 @@ def store_operand(ref: Any, values: jax.Array, transforms: Any, *, interpret: bo
         del ctx
         i8 = ir.IntegerType.get_signless(8)
         itemsize = mgpu_utils.bitwidth(values.mlir_dtype) // 8
-        row_tile_bytes, column_tile_bytes, row_bytes = _tile_strides(ref)
+        row_tile_bytes, column_tile_bytes, row_bytes = tile_strides(ref)
         warp, lane = _warp_and_lane()
         row = arith.muli(arith.shrui(lane, _const(2)), _const(row_bytes))
         # Chunks of 16 bytes trade places within a row, by the 128 bytes that the row lies in.
@@ -363,7 +363,7 @@ def zero_rows(ref: Any, first: jax.Array, transforms: Any, *, interpret: bool) -
         # Two threads a row. Swizzling only changes places within the 128 bytes of a row.
         del ctx
         i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
-        row_tile_bytes, column_tile_bytes, row_bytes = _tile_strides(ref)
+        row_tile_bytes, column_tile_bytes, row_bytes = tile_strides(ref)
         column_tiles = ir.MemRefType(ref.type).shape[1]
         warp, lane = _warp_and_lane()
         thread = arith.addi(arith.muli(warp, _const(32)), lane)
@@ -431,7 +431,7 @@ def stage_transposed(
     def store(ctx, ref, even, odd):
         del ctx
         i8 = ir.IntegerType.get_signless(8)
-        row_tile_bytes, column_tile_bytes, row_bytes = _tile_strides(ref)
+        row_tile_bytes, column_tile_bytes, row_bytes = tile_strides(ref)
         assert row_bytes == 128
         warp, lane = _warp_and_lane()
         row = arith.muli(arith.andi(lane, _const(3)), _const(2))  # + 1 for the second word
@@ -488,7 +488,7 @@ def _row_places(ref: ir.Value) -> list[ir.Value]:
     return [first, mgpu_utils.getelementptr(first, [8], f32)]
 
 
-def _tile_strides(ref: ir.Value) -> tuple[int, int, int]:
+def tile_strides(ref: ir.Value) -> tuple[int, int, int]:
     """Of a tiled matrix in shared memory, in bytes: from 8 rows to the next 8, from one tile of
     columns to the next, and from row to row of a tile."""
     matrix = ir.MemRefType(ref.type)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mla_jax import mla_decode, plan_decode
+from mla_jax import LatentCache, mla_decode, plan_decode
 from tests import inputs, oracle, tolerances
 from tests.kernels.pairwise import pairwise
 
@@ -18,7 +18,10 @@ LENS = {
     "split": (0, 9000, 1, 64, 0, 700),
     "many": (*[700, 0, 65, 2000, 1, 129] * 6, 0, 0),
 }
-FORMATS = {"bf16": jnp.bfloat16, "f16": jnp.float16}
+FORMATS = {"bf16": jnp.bfloat16, "f16": jnp.float16, "fp8_ds_mla": jnp.bfloat16}
+"""With the dtype of the queries."""
+
+on_each_kernel = pytest.mark.parametrize("format", ["bf16", "fp8_ds_mla"])
 
 # Less than a row of a swizzle atom, not whole atoms, one tile, whole tiles, tiles that overlap.
 HEADS_AND_QUERIES = [
@@ -119,20 +122,42 @@ def test_full_product(h_q, s_q, page_size, c, r, format):
     check(decode_case(LENS["many"], h_q, s_q, page_size, c, r, format))
 
 
-def test_a_chunk_of_a_prompt():
+@on_each_kernel
+def test_a_chunk_of_a_prompt(format):
     """Thousands of rows; a sequence shorter than the chunk has queries that see nothing."""
-    out, lse = check(decode_case((1500, 1024, 300, 0), h_q=2, s_q=1024))
+    out, lse = check(decode_case((1500, 1024, 300, 0), h_q=2, s_q=1024, format=format))
     assert (np.asarray(out)[2, :724] == 0).all() and np.isneginf(lse[2, :, :724]).all()
 
 
-def test_long_ring():
+@on_each_kernel
+def test_long_ring(format):
     """Every CTA takes each stage of the ring ten times and more, across sequences."""
-    check(decode_case((3000, 1, 2900, 0, 3100, 64) * 10, h_q=128))
+    check(decode_case((3000, 1, 2900, 0, 3100, 64) * 10, h_q=128, format=format))
 
 
-def test_rising_maximum():
+@on_each_kernel
+def test_rising_maximum(format):
     """Scores of hundreds: the running maximum rises by more than is let pass without rescaling."""
-    check(decode_case(LENS["many"], h_q=64), scale=20.0)
+    check(decode_case(LENS["many"], h_q=64, format=format), scale=20.0)
+
+
+@pytest.mark.parametrize("exponents", [(-20, 20, 7, 8), (20, -20, 0, -13)])
+def test_scales_far_from_one(exponents):
+    case = decode_case(LENS["many"], format="fp8_ds_mla")
+    expected_out, expected_lse = oracle.decode(*case.args, scale=inputs.SCALE)
+    out, lse = compiled()(*inputs.with_scales_of(case, exponents).args)
+    out = np.asarray(out, np.float32) / np.repeat(np.exp2(np.array(exponents, np.float32)), 128)
+    tolerances.check("out", out, expected_out, tolerances.OUT["bfloat16"])
+    tolerances.check("lse", lse, expected_lse, tolerances.LSE)
+
+
+def test_it_attends_to_the_dequantised_cache():
+    """Conversion is exact: the same bits as from a bf16 cache of the converted values."""
+    case = decode_case(LENS["many"], format="fp8_ds_mla")
+    latent = case.cache.latent.astype(jnp.float32) * jnp.repeat(case.cache.scale, 128, axis=-1)
+    converted = LatentCache(latent.astype(jnp.bfloat16), case.cache.rope, None, "bf16")
+    q_latent, q_rope, _, *rest = case.args
+    assert_bitwise_equal(compiled()(*case.args), compiled()(q_latent, q_rope, converted, *rest))
 
 
 def test_large_scores_of_either_sign():
@@ -147,8 +172,8 @@ def test_large_scores_of_either_sign():
 
 
 @functools.cache
-def typical():
-    return compiled(), decode_case(LENS["split"], h_q=16, s_q=2)
+def typical(format="bf16"):
+    return compiled(), decode_case(LENS["split"], h_q=16, s_q=2, format=format)
 
 
 def test_one_program_for_all_lengths():
@@ -163,21 +188,24 @@ def test_one_program_for_all_lengths():
     assert decode._cache_size() == 1
 
 
-def test_plan_changes_nothing():
-    decode, case = typical()
+@on_each_kernel
+def test_plan_changes_nothing(format):
+    decode, case = typical(format)
     plan = plan_decode(case.seq_lens, num_heads=16, q_len=2, page_size=64)
     assert_bitwise_equal(decode(*case.args, plan=plan), decode(*case.args))
 
 
-def test_negative_lengths_are_empty():
-    decode, case = typical()
+@on_each_kernel
+def test_negative_lengths_are_empty(format):
+    decode, case = typical(format)
     lens = jnp.asarray([-(2**31), 9000, -1, 64, 0, 700], jnp.int32)
     with_zeros = decode(*case.args[:4], jnp.maximum(lens, 0))
     assert_bitwise_equal(decode(*case.args[:4], lens), with_zeros)
 
 
-def test_lengths_that_the_table_has_no_place_for():
-    sizes = {"h_q": 16, "page_size": 64, "kv_lora_rank": 512, "rope_dim": 64}
+@on_each_kernel
+def test_lengths_that_the_table_has_no_place_for(format):
+    sizes = {"h_q": 16, "page_size": 64, "kv_lora_rank": 512, "rope_dim": 64, "format": format}
     case = inputs.decode_case((64, 640, 3), max_pages=10, **sizes)
     out, lse = compiled()(*case.args[:4], case.seq_lens.at[1].set(20_000))
     wanted_out, wanted_lse = oracle.decode(*case.args, scale=inputs.SCALE)
@@ -207,9 +235,10 @@ def test_vmap_is_one_call_after_the_other():
         assert jnp.array_equal(lse[i], alone[1])
 
 
-def test_in_a_loop():
+@on_each_kernel
+def test_in_a_loop(format):
     """What a loop stacks is what each of its calls gives, split sequences or not."""
-    decode, case = typical()
+    decode, case = typical(format)
     q_latent, *rest = case.args
     body = lambda q, _: (-q, compiled()(q, *rest))
     _, stacked = jax.jit(lambda q: jax.lax.scan(body, q, length=3))(q_latent)
@@ -217,11 +246,12 @@ def test_in_a_loop():
         assert_bitwise_equal([x[i] for x in stacked], decode(sign * q_latent, *rest))
 
 
+@on_each_kernel
 @pytest.mark.parametrize("h_q", [1, 3, 8])
 @pytest.mark.parametrize("seq_len", [1, 100, 5000])
-def test_one_sequence_with_few_heads(h_q, seq_len):
+def test_one_sequence_with_few_heads(h_q, seq_len, format):
     """The output is a slice of what the kernel stores, with nothing between its rows."""
-    check(decode_case((seq_len,), h_q=h_q))
+    check(decode_case((seq_len,), h_q=h_q, format=format))
 
 
 def test_output_alone_is_the_same():
@@ -230,10 +260,11 @@ def test_output_alone_is_the_same():
     assert_bitwise_equal([out], decode(*case.args)[:1])
 
 
-def test_it_is_what_none_chooses():
+@on_each_kernel
+def test_it_is_what_none_chooses(format):
     """`implementation=None` serves what this kernel can by it, and the rest by another; few rows
     go to the transposed one."""
-    case = decode_case(LENS["split"], h_q=64)
+    case = decode_case(LENS["split"], h_q=64, format=format)
     call = functools.partial(mla_decode, scale=inputs.SCALE, return_lse=True)
     assert_bitwise_equal(call(*case.args), compiled()(*case.args))
     other = inputs.decode_case((40,), page_size=48)

@@ -21,7 +21,7 @@ import pytest
 
 from pallas_kernels import decode
 from pallas_kernels.combine import kernel as combine
-from pallas_kernels.decode_dense import entry, kernel
+from pallas_kernels.decode_dense import entry, kernel, load
 from pallas_kernels.decode_dense.config import Config
 from pallas_kernels.hopper import plan
 from tests import inputs, oracle, tolerances
@@ -29,9 +29,29 @@ from tests.kernels import simulator
 
 pytestmark = [pytest.mark.interpret, pytest.mark.timeout(120)]
 
-SITES = simulator.sites(kernel)
-ROLES = {role.__name__: warpgroup for warpgroup, role in enumerate(kernel.ROLES)}
+CONFIG = functools.partial(Config, causal=True, has_sink=False, scale=inputs.SCALE)
+CONFIGS = {
+    "bf16": CONFIG("bfloat16", 256, 64, 16, 8, 1),
+    "fp8_ds_mla": CONFIG("bfloat16", 256, 64, 16, 8, 1, cache_format="fp8_ds_mla"),
+}
+"""Of the kernels whose synchronisations are left out."""
+
+ROLES = {
+    format: {role.__name__: wg for wg, role in enumerate(kernel.roles(config))}
+    for format, config in CONFIGS.items()
+}
 MATH = ("_mma_wg0", "_mma_wg1")
+PRODUCERS = {role for roles in ROLES.values() for role in roles} - {*MATH}
+
+
+def sites(format):
+    """The synchronisations of a kernel: not those of the other formats' producers."""
+    found = simulator.sites(kernel) + simulator.sites(load)
+    others = PRODUCERS - ROLES[format].keys()
+    return [site for site in found if site.function not in others]
+
+
+on_each_format = pytest.mark.parametrize("format", CONFIGS)
 
 
 def barrier_of(site):
@@ -67,31 +87,35 @@ def cuts(parts):
     return int((parts[:, 1] > 0).sum())
 
 
-def test_split_and_whole_sequences_with_a_sink(monkeypatch):
-    sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
+@on_each_format
+def test_split_and_whole_sequences_with_a_sink(format, monkeypatch):
+    sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64, "format": format}
     sink = jnp.array([0.5, np.inf, -np.inf, -3.0, 1.0, 0.0, 2.0, -1.0], jnp.float32)
     case = inputs.decode_case((70, 1500, 0), **sizes)
     assert cuts(simulate(case, 4, monkeypatch, attn_sink=sink)) == 3
 
 
-def test_small_pages_odd_heads_and_f16(monkeypatch):
+@pytest.mark.parametrize(("format", "dtype"), [("f16", "float16"), ("fp8_ds_mla", "bfloat16")])
+def test_small_pages_and_odd_heads(format, dtype, monkeypatch):
     """Six rows, P in a buffer of its own, four pages a tile, one page ending inside the mask."""
     sizes = {"s_q": 2, "h_q": 3, "page_size": 16, "kv_lora_rank": 256, "rope_dim": 32}
-    case = inputs.decode_case((0, 65, 3, 0, 130), format="f16", dtype=jnp.float16, **sizes)
+    case = inputs.decode_case((0, 65, 3, 0, 130), format=format, dtype=jnp.dtype(dtype), **sizes)
     simulate(case, 2, monkeypatch)
 
 
-def test_a_causal_mask_over_two_tiles(monkeypatch):
+@on_each_format
+def test_a_causal_mask_over_two_tiles(format, monkeypatch):
     """The last query's token begins a tile, so that the others see less than the one before."""
-    sizes = {"s_q": 3, "h_q": 4, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
-    simulate(inputs.decode_case((193, 1, 2), **sizes), 1, monkeypatch)
-    sizes = {"s_q": 70, "h_q": 1, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
-    simulate(inputs.decode_case((256,), **sizes), 1, monkeypatch)
+    sizes = {"page_size": 64, "kv_lora_rank": 256, "rope_dim": 64, "format": format}
+    simulate(inputs.decode_case((193, 1, 2), s_q=3, h_q=4, **sizes), 1, monkeypatch)
+    simulate(inputs.decode_case((256,), s_q=70, h_q=1, **sizes), 1, monkeypatch)
 
 
-def test_sinks_of_the_size_of_the_scores(monkeypatch):
+@on_each_format
+def test_sinks_of_the_size_of_the_scores(format, monkeypatch):
     """Several queries: a row's sink is that of its head. Some sequences are split, some not."""
     sizes = {"s_q": 2, "h_q": 3, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
+    sizes["format"] = format
     sink = jnp.array([6.0, -4.0, 8.0], jnp.float32)
     parts = simulate(
         inputs.decode_case((1500, 65), **sizes), 3, monkeypatch, attn_sink=sink, scale=1.0
@@ -109,9 +133,10 @@ def test_one_part_has_neither_pieces_nor_combine(num_sms, monkeypatch):
     assert ("mla_decode_combine" in str(jax.make_jaxpr(run)(*case.args))) == (num_sms > 1)
 
 
-def test_lengths_that_the_table_has_no_place_for(monkeypatch):
+@on_each_format
+def test_lengths_that_the_table_has_no_place_for(format, monkeypatch):
     """The tokens behind the table's last page do not exist; the plan knows nothing of that."""
-    sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
+    sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64, "format": format}
     case = inputs.decode_case((128, 640, 64), max_pages=10, **sizes)
     for wild in (2000, 2**31 - 1):
         lens = jnp.array([128, wild, 64], jnp.int32)
@@ -124,76 +149,112 @@ def test_scale_known_at_run_time(scale, monkeypatch):
     simulate(inputs.decode_case((65, 0, 1), **sizes), 2, monkeypatch, scale=jnp.float32(scale))
 
 
-def test_tiled_rows_on_large_pages(monkeypatch):
+@on_each_format
+def test_tiled_rows_on_large_pages(format, monkeypatch):
     """Eighty rows: the second tile is drawn back over the first."""
     sizes = {"s_q": 5, "h_q": 16, "page_size": 128, "kv_lora_rank": 256, "rope_dim": 64}
+    sizes["format"] = format
     case = inputs.decode_case((1000,), **sizes)
     assert cuts(simulate(case, 4, monkeypatch)) == 1
 
 
-def test_deepseek_sizes_and_a_rising_maximum(monkeypatch):
+@on_each_format
+def test_deepseek_sizes_and_a_rising_maximum(format, monkeypatch):
     """Scores of hundreds: the maximum rises by more than is let pass without rescaling."""
-    sizes = {"h_q": 64, "page_size": 32, "kv_lora_rank": 512, "rope_dim": 64}
+    sizes = {"h_q": 64, "page_size": 32, "kv_lora_rank": 512, "rope_dim": 64, "format": format}
     case = inputs.decode_case((63, 200), **sizes)
     simulate(case, 1, monkeypatch, scale=20.0, causal=False)
 
 
+def test_scales_far_from_one(monkeypatch):
+    sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
+    case = inputs.decode_case((70, 3), format="fp8_ds_mla", **sizes)
+    limit_sms(monkeypatch, 1)
+    kwargs = {"scale": inputs.SCALE, "causal": True, "attn_sink": None}
+    decode_simulated = simulator.Simulation(
+        lambda *args: decode.mla_decode(
+            *args, **kwargs, plan=None, return_lse=True, interpret=simulator.PARAMS
+        )
+    )
+    out, lse = decode_simulated.run(*inputs.with_scales_of(case, (-20, 20)).args)
+    out = np.asarray(out, np.float32) / np.repeat(np.exp2([-20, 20]), 128)
+    expected_out, expected_lse = oracle.decode(*case.args, **kwargs)
+    tolerances.check("out", out, expected_out, tolerances.OUT["bfloat16"])
+    tolerances.check("lse", lse, expected_lse, tolerances.LSE)
+
+
 @functools.cache
-def small():
+def small(format):
     """Inputs that reach every synchronisation: short and long sequences, dead tokens, empty rows.
 
     One CTA takes them all, and each stage of the ring more than once.
     """
-    case = inputs.decode_case((65, 130, 0, 1, 250), h_q=8, kv_lora_rank=256, rope_dim=64)
-    config = Config("bfloat16", 256, 64, 16, 8, 1, True, has_sink=False, scale=inputs.SCALE)
-    launch = functools.partial(entry.launch, config, attn_sink=None, interpret=simulator.PARAMS)
+    sizes = {"h_q": 8, "kv_lora_rank": 256, "rope_dim": 64, "format": format}
+    case = inputs.decode_case((65, 130, 0, 1, 250), **sizes)
+    launch = functools.partial(
+        entry.launch, CONFIGS[format], attn_sink=None, interpret=simulator.PARAMS
+    )
     parts = jnp.array([[0, 0, 5, 0, -1, 0, 0, 0]], jnp.int32)
     return SimpleNamespace(simulation=simulator.Simulation(launch), args=(*case.args, parts))
 
 
-def test_no_false_alarm():
+@pytest.mark.parametrize("format", CONFIGS)
+def test_no_false_alarm(format):
     """Whatever the threads' speed: the clocks alone decide."""
     for _ in range(3):
-        small().simulation.run(*small().args)
+        small(format).simulation.run(*small(format).args)
 
 
-def roles_of(site):
-    """The roles that run this call: what is in no role's function is both math warpgroups'."""
-    return (site.function,) if site.function in ROLES else MATH
+def roles_of(site, format):
+    """The roles that run this call: what is in no role's function is the producer's or both math
+    warpgroups', by its file."""
+    if site.function in ROLES[format]:
+        return (site.function,)
+    return MATH if site.file == kernel.__file__ else (*PRODUCERS & ROLES[format].keys(),)
 
 
-def absent(site):
-    """The mutants without this call: of each role that runs it."""
-    return [simulator.Mutant((site,), warpgroup=ROLES[role]) for role in roles_of(site)]
+def absent(format):
+    """The mutants without one call: of each role that runs it."""
+    return [
+        (format, simulator.Mutant((site,), warpgroup=ROLES[format][role]))
+        for site in sites(format)
+        for role in roles_of(site, format)
+    ]
 
 
-ABSENT = [mutant for site in SITES for mutant in absent(site)]
+def on_each(mutants):
+    """Of the kernel of each format."""
+    return pytest.mark.parametrize(
+        ("format", "mutant"), [x for format in CONFIGS for x in mutants(format)], ids=str
+    )
 
 
-@pytest.mark.parametrize("mutant", ABSENT, ids=str)
-def test_each_synchronisation_is_needed(mutant):
+@on_each(absent)
+def test_each_synchronisation_is_needed(format, mutant):
+    if mutant.sites[0].function == "_zero_dead_tokens" and CONFIGS[format].converts:
+        pytest.skip("the producer has zeroed them")
     with pytest.raises(simulator.Fault):
-        small().simulation.run(*small().args, mutant=mutant)
+        small(format).simulation.run(*small(format).args, mutant=mutant)
 
 
-def unordered():
+def unordered(format):
     """The mutants in which one role's waits for (arrivals at) one barrier bring no order."""
     groups = {}
-    for site in SITES:
+    for site in sites(format):
         if site.kind != "commit_smem":
-            for role in roles_of(site):
-                key = barrier_of(site), ROLES[role], site.kind
+            for role in roles_of(site, format):
+                key = barrier_of(site), ROLES[format][role], site.kind
                 groups.setdefault(key, []).append(site)
     return [
-        simulator.Mutant(tuple(group), unordered=True, warpgroup=warpgroup)
+        (format, simulator.Mutant(tuple(group), unordered=True, warpgroup=warpgroup))
         for (_, warpgroup, _), group in groups.items()
     ]
 
 
-@pytest.mark.parametrize("mutant", unordered(), ids=str)
-def test_the_order_that_each_barrier_brings_is_needed(mutant):
+@on_each(unordered)
+def test_the_order_that_each_barrier_brings_is_needed(format, mutant):
     with pytest.raises(simulator.Fault, match=r"^race$"):
-        small().simulation.run(*small().args, mutant=mutant)
+        small(format).simulation.run(*small(format).args, mutant=mutant)
 
 
 def header_table(first_column):
@@ -205,19 +266,24 @@ def header_table(first_column):
     raise AssertionError(first_column)
 
 
-def test_header_names_every_barrier_and_who_waits():
-    barriers = Config("bfloat16", 512, 64, 64, 128, 1, causal=True, has_sink=False).barriers()
+@on_each_format
+def test_header_names_every_barrier_and_who_waits(format):
     table = {row[0]: row for row in header_table("name")}
-    assert table.keys() == barriers.keys() == {barrier_of(s) for s in SITES if s.argument}
+    found = sites(format)
+    assert table.keys() == CONFIGS[format].barriers().keys()
+    assert table.keys() == {barrier_of(s) for s in found if s.argument}
     for name, row in table.items():
         used = lambda kind, name=name: {
             role.strip("_")
-            for s in SITES
+            for s in found
             if s.kind == kind and barrier_of(s) == name
-            for role in roles_of(s)
+            for role in roles_of(s, format)
         }
-        assert used("barrier_wait") == {row[-1]}
-        assert all(role in row[2] for role in used("barrier_arrive")), row
+        # What is told of the other producer below the table.
+        waits = {"load_wg" if role == "convert_wg" else role for role in used("barrier_wait")}
+        arrives = used("barrier_arrive") - ({"convert_wg"} if name == "k_full" else set())
+        assert waits == {row[-1]}
+        assert all(role in row[2] for role in arrives), row
 
 
 def test_header_names_every_buffer():

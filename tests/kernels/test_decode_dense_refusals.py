@@ -12,6 +12,7 @@ from pallas_kernels.decode_dense import config
 from pallas_kernels.decode_e4m3 import config as e4m3_config
 from pallas_kernels.decode_transposed import config as transposed_config
 from pallas_kernels.formats import FORMATS
+from pallas_kernels.hopper.limits import LAUNCH_REGISTERS
 from tests import inputs
 
 SIZES = {"h_q": 4, "page_size": 64, "kv_lora_rank": 512, "rope_dim": 64}
@@ -66,8 +67,31 @@ def test_sizes(sizes, reason, hopper):
 @pytest.mark.parametrize("format", sorted(FORMATS.keys() - {*decode.FORMATS}))
 def test_cache_formats(format, hopper):
     case = inputs.decode_case((3,), format=format, **SIZES)
-    taken = "bf16 or f16 or fp8_token or fp8_full"
+    taken = "bf16 or f16 or fp8_ds_mla or fp8_token or fp8_full"
     assert refusal(case) == message(f"takes a cache in {taken}, this one is {format}")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_queries_that_fp8_ds_mla_is_not_converted_to(dtype, hopper):
+    case = inputs.decode_case((3,), format="fp8_ds_mla", dtype=jnp.dtype(dtype), **SIZES)
+    reason = f"takes bfloat16 queries with fp8_ds_mla, these are {dtype}"
+    assert refusal(case) == message(reason)
+
+
+@pytest.mark.parametrize("implementation", [None, "mosaic"])
+@pytest.mark.parametrize("format", ["bf16", "fp8_ds_mla"])
+def test_what_it_serves(format, implementation, monkeypatch):
+    """Under its name, and where the best is asked for."""
+    monkeypatch.setitem(dispatch._REQUIREMENTS, "mosaic", lambda: "")
+    served = []
+    monkeypatch.setattr(
+        "pallas_kernels.decode.entry.launch",
+        lambda config, *_, **__: served.append(config) or 1 / 0,
+    )
+    case = inputs.decode_case((3,), format=format, **SIZES)
+    with pytest.raises(ZeroDivisionError):
+        mla_decode(*case.args, scale=1.0, implementation=implementation)
+    assert served[0].cache_format == format
 
 
 @pytest.mark.parametrize(
@@ -170,14 +194,18 @@ def test_what_is_refused_is_served_by_another(hopper):
 
 
 @pytest.mark.parametrize("num_heads", [1, 128])
-@pytest.mark.parametrize("dtype", config.DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "format"), [("bfloat16", "bf16"), ("float16", "f16"), ("bfloat16", "fp8_ds_mla")]
+)
 @pytest.mark.parametrize("page_size", config.PAGE_SIZES)
 @pytest.mark.parametrize("d_rope", config.D_ROPE)
 @pytest.mark.parametrize("d_latent", config.D_LATENT)
-def test_every_accepted_size_fits_the_shared_memory(d_latent, d_rope, page_size, dtype, num_heads):
-    accepted = config.Config(
-        dtype, d_latent, d_rope, page_size, num_heads, 1, causal=True, has_sink=True
-    )
+def test_every_accepted_size_fits_the_shared_memory(
+    d_latent, d_rope, page_size, dtype, format, num_heads
+):
+    sizes = d_latent, d_rope, page_size, num_heads, 1
+    accepted = config.Config(dtype, *sizes, causal=True, has_sink=True, cache_format=format)
+    assert sum(accepted.registers) == 3 * LAUNCH_REGISTERS
     assert not accepted.refusal()
 
 
