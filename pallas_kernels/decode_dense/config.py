@@ -56,9 +56,13 @@ class Config:
 
     @property
     def spill_bytes(self) -> int:
-        """Spills the compile gate accepts: one value, once a tile, of a `convert_wg` that loads
-        queries of row tiles that overlap."""
-        return 4 if self.converts and self.row_tiles > 1 and self.rows % BLOCK_M else 0
+        """Spills the compile gate accepts. Only a `convert_wg` needs some: for the first row of
+        tiles that overlap, and for two pages a tile of narrow latents."""
+        if not self.converts:
+            return 0
+        if self.row_tiles > 1 and self.rows % BLOCK_M:
+            return 28
+        return 8 if self.d_latent == 256 and self.page_size == 32 else 0
 
     @property
     def rows(self) -> int:

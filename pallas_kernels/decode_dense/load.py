@@ -60,8 +60,6 @@ def convert_wg(cta: Cta) -> None:
         return tuple(load(*source) for source in sources(piece, piece.end - 1))
 
     def fill(piece: Piece, tile, stage, await_stage, load_queries, loaded):
-        # The last tile is followed by itself, for nothing.
-        upcoming = list(sources(piece, jnp.maximum(tile - 1, piece.begin)))
         await_stage()
         for i in range(config.pages_per_tile):
             page, tokens = _page(cta, piece, tile, i), _tokens(cta, tile)
@@ -74,7 +72,9 @@ def convert_wg(cta: Cta) -> None:
             dequantise.store_bf16(left, right, first, latents, scales, live, interpret=interpret)
         plgpu.commit_smem()
         plgpu.barrier_arrive(bar.k_full.at[stage])
-        # Not before: the fence of `commit_smem` may wait for loads as it does for stores.
+        # Not before: the fence of `commit_smem` may wait for loads as it does for stores. The last
+        # tile is followed by itself, for nothing.
+        upcoming = sources(piece, jnp.maximum(tile - 1, piece.begin))
         return tuple(load(*source) for source in upcoming)
 
     _each_tile(cta, begin, fill)
