@@ -24,7 +24,7 @@ from mla_jax import mla_decode, plan_decode
 from mla_jax.cli import console
 from pallas_kernels.formats import FORMATS
 
-OURS = ("mosaic",)
+OURS = ("mosaic", "mosaic_transposed")
 BASELINES = ("xla", baselines.NAME)
 
 
@@ -250,7 +250,7 @@ def main(
     implementations: Annotated[
         str,
         typer.Option("--implementation", metavar="NAME,...", help="What to measure."),
-    ] = ",".join(OURS),
+    ] = OURS[0],
     formats: Annotated[
         str, typer.Option("--format", metavar="NAME,...", help="Cache formats to measure.")
     ] = "bf16",

@@ -10,9 +10,9 @@ from pallas_kernels.hopper.gpus import Gpu
 _OPERAND_BYTES = {"fp8_token": 1, "fp8_full": 1}
 """Formats that are multiplied in e4m3; the others in 16 bits."""
 
-TRANSPOSED_ROWS = 32
+TRANSPOSED_ROWS = 0
 """Rows of queries up to which the transposed schedule is considered where no implementation is
-named; 0 would be never. By prediction alone: it has not been timed yet."""
+named; 0 is never. It is to be 32 once its tests have run on a GPU to the end."""
 
 _TILE = 64
 """Tokens of a key tile; rows of queries of a CTA of the dense schedule."""
