@@ -52,7 +52,6 @@ def mla_decode(
     formats = TRANSPOSED_FORMATS if transposed else FORMATS
     if cache.format not in formats:
         raise Unsupported(f"takes a cache in {' or '.join(formats)}, this one is {cache.format}")
-    in_e4m3 = cache.format in E4M3_FORMATS
     if cache.scale is None and q_latent.dtype != cache.latent.dtype:
         raise Unsupported(
             f"takes queries of the cache's dtype, {cache.latent.dtype}, these are {q_latent.dtype}"
@@ -62,7 +61,12 @@ def mla_decode(
     _, q_len, num_heads, d_latent = q_latent.shape
     # A positive number is compiled in; anything else costs the kernel a product per score.
     is_number = not isinstance(scale, jax.Array) and 0.0 < float(scale) < math.inf
-    make: Any = TransposedConfig if transposed else E4m3Config if in_e4m3 else Config
+    make: Any = Config
+    kernel: Any = entry
+    if transposed:
+        make, kernel = TransposedConfig, transposed_entry
+    elif cache.format in E4M3_FORMATS:
+        make, kernel = E4m3Config, e4m3_entry
     config = make(
         cache_format=cache.format,
         dtype=str(q_latent.dtype),
@@ -77,35 +81,30 @@ def mla_decode(
     )
     if refusal := config.refusal():
         raise Unsupported(refusal)
+    row_tile = config.row_tile if transposed else BLOCK_M
     # A plan that is given may be for larger row tiles; its parts are right for any.
-    if plan is None:
-        parts = divide(seq_lens, rows=config.rows, row_tile=_row_tile(config))
-    else:
-        parts = plan.parts
+    divided = lambda: divide(seq_lens, rows=config.rows, row_tile=row_tile)
+    parts = divided() if plan is None else plan.parts
     if any(jax.typeof(x).manual_axis_type.varying for x in (block_table, seq_lens, parts)):
         raise Unsupported(
             "takes no block_table, seq_lens or plan that vary over a mesh axis, for Pallas cannot "
             "type its loops then; give jax.shard_map check_vma=False"
         )
-    attend = functools.partial(_attend, config, interpret)
+    attend = functools.partial(_attend, kernel.launch, config, row_tile, interpret)
     if interpret is None:
         # One program for all layers of a model; and, for vmap, which Pallas cannot do to `merge`,
         # one call after the other.
-        attend = sequential_vmap(functools.partial(_attend_jit, config, None))
+        attend = sequential_vmap(
+            functools.partial(_attend_jit, kernel.launch, config, row_tile, None)
+        )
     run_scale = None if is_number else jnp.asarray(scale, jnp.float32)
     out, lse = attend(q_latent, q_rope, cache, block_table, seq_lens, parts, attn_sink, run_scale)
     return (out, lse) if return_lse else out
 
 
-def _attend(config: Any, interpret: Any, *arrays: Any):
+def _attend(launch: Any, config: Any, row_tile: int, interpret: Any, *arrays: Any):
     q_latent, q_rope, cache, block_table, seq_lens, parts, attn_sink, run_scale = arrays
-    row_tile = _row_tile(config)
-    kernel: Any = entry
-    if isinstance(config, TransposedConfig):
-        kernel = transposed_entry
-    elif isinstance(config, E4m3Config):
-        kernel = e4m3_entry
-    out, lse, partial, partial_lse2, sink = kernel.launch(
+    out, lse, partial, partial_lse2, sink = launch(
         config,
         q_latent,
         q_rope,
@@ -125,9 +124,4 @@ def _attend(config: Any, interpret: Any, *arrays: Any):
     return out.reshape(q_latent.shape), lse.transpose(0, 2, 1)
 
 
-def _row_tile(config: Any) -> int:
-    """Query rows of a CTA."""
-    return config.row_tile if isinstance(config, TransposedConfig) else BLOCK_M
-
-
-_attend_jit = jax.jit(_attend, static_argnums=(0, 1))
+_attend_jit = jax.jit(_attend, static_argnums=(0, 1, 2, 3))

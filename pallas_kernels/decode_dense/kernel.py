@@ -87,7 +87,7 @@ from pallas_kernels.hopper.inline import store_rows, sync_warps, zero_rows
 from pallas_kernels.hopper.layouts import WGMMA, WGMMA_ROW, across, full
 from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M, LAUNCH_REGISTERS
 from pallas_kernels.hopper.mma import add_dot, dot, opaque_zero
-from pallas_kernels.hopper.softmax import LN2, LOG2E, Softmax, rescale
+from pallas_kernels.hopper.softmax import LN2, LOG2E, Softmax, rescale, with_sink
 
 
 def _mma_wg0(cta: Cta) -> None:
@@ -245,10 +245,9 @@ def _zero_dead_tokens(cta: Cta, piece: Piece, tile, v: Any) -> None:
 
 
 def _with_sink(cta: Cta, inverse: jax.Array, lse2: jax.Array) -> jax.Array:
-    """`inverse` with the sink's share taken off; 0 stays for rows without keys."""
+    """`inverse` with the sink's share taken off."""
     sink = plgpu.load(cta.gmem.sink.at[cta.padded_rows], layout=WGMMA_ROW, optimized=False)
-    shared = inverse / (1.0 + jnp.exp2(sink * LOG2E - lse2))
-    return jnp.where(lse2 == -jnp.inf, 0.0, shared)
+    return with_sink(inverse, lse2, sink)
 
 
 def _store_last(cta: Cta, piece: Piece, out: jax.Array, cols: slice, ring: Any, stage) -> None:

@@ -47,8 +47,8 @@ Shared memory (fp8_token, d_latent 512, d_rope 64, page 64, 1 term of P):
     barriers                                       1
     sum                                          215
 
-A whole sequence's output goes through the stages of its last pair. Registers per thread: 240 (each
-math warpgroup: 128 accumulator, 32 S or 64 V^T), 24 (load_wg).
+A piece's output goes through the stages of its last pair. Registers per thread: 240 (each math
+warpgroup: 128 accumulator, 32 S or 64 V^T), 24 (load_wg).
 
 Barriers (arrivals x count per phase; each waiter waits for every phase):
 
@@ -433,14 +433,10 @@ def _store(cta: Cta, piece: Piece, half: slice, accs, stage: jax.Array | None) -
 def _store_lse(cta: Cta, piece: Piece, lse2: jax.Array) -> None:
     """Store the log-sum-exp: natural for a whole sequence, else base 2, for the combine."""
     store = functools.partial(fp8.store_row_values, interpret=cta.interpret)
-
-    @pl.when(piece.whole)
-    def _():
-        store(cta.gmem.lse.at[piece.seq, cta.padded_rows], lse2 * LN2)
-
-    @pl.when(jnp.logical_not(piece.whole))
-    def _():
-        store(cta.gmem.partial_lse2.at[piece.slot, cta.padded_rows], lse2)
+    final = cta.gmem.lse.at[piece.seq, cta.padded_rows]
+    partial = cta.gmem.partial_lse2.at[piece.slot, cta.padded_rows]
+    pl.when(piece.whole)(lambda: store(final, lse2 * LN2))
+    pl.when(jnp.logical_not(piece.whole))(lambda: store(partial, lse2))
 
 
 ROLES = (functools.partial(_math_wg, 0), functools.partial(_math_wg, 1), _load_wg)

@@ -75,8 +75,9 @@ class Config:
 
     @property
     def scale_slack(self) -> float:
-        """Factor by which a token's scale may exceed the one that all are relative to."""
-        return E4M3_MAX / (self.p_max * 2.0**self.slack)
+        """Factor by which a token's scale may exceed the one that all are relative to; where values
+        have no scales, all are 1."""
+        return E4M3_MAX / (self.p_max * 2.0**self.slack) if self.in_e4m3 else 1.0
 
     @property
     def operand_dtype(self) -> str:

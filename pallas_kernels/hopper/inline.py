@@ -9,19 +9,12 @@ from jax.experimental.mosaic.gpu import FragmentedArray
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm, scf, vector
+from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm, scf
 
 from pallas_kernels.hopper.layouts import WGMMA, WGMMA_ROW, tiled
+from pallas_kernels.hopper.threads import const, extract, warp_and_lane
 
 inline_mgpu: Any = plgpu.inline_mgpu  # its type does not say that it drops the argument `ctx`
-
-
-def _i32():
-    return ir.IntegerType.get_signless(32)
-
-
-def _const(value: int):
-    return arith.constant(_i32(), ir.IntegerAttr.get(_i32(), value))
 
 
 @inline_mgpu(
@@ -36,9 +29,7 @@ def warp_any_below_one(ctx, values):
     """
     del ctx
     one = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), 1.0))
-    below = [
-        arith.cmpf(arith.CmpFPredicate.OLT, _extract(v, 0), one) for v in values.registers.flat
-    ]
+    below = [arith.cmpf(arith.CmpFPredicate.OLT, extract(v, 0), one) for v in values.registers.flat]
     return FragmentedArray.splat(_any_of_warp(below), (), is_signed=False)
 
 
@@ -58,11 +49,10 @@ def vote(ref, values: jax.Array, *, interpret: bool) -> None:
         f32 = ir.F32Type.get()
         zero, one = (arith.constant(f32, ir.FloatAttr.get(f32, x)) for x in (0.0, 1.0))
         positive = [
-            arith.cmpf(arith.CmpFPredicate.OGT, _extract(v, 0), zero) for v in values.registers.flat
+            arith.cmpf(arith.CmpFPredicate.OGT, extract(v, 0), zero) for v in values.registers.flat
         ]
         # All lanes store the same.
-        thread = arith.index_cast(_i32(), gpu.thread_id(gpu.Dimension.x))
-        warp = arith.remui(arith.divui(thread, _const(32)), _const(VOTES))
+        warp, _ = warp_and_lane()
         at = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [warp], f32)
         llvm.store(arith.select(_any_of_warp(positive), one, zero), at)
 
@@ -83,7 +73,7 @@ def any_vote(ref, *, interpret: bool) -> jax.Array:
         del ctx
         f32 = ir.F32Type.get()
         votes = llvm.load(ir.VectorType.get((VOTES,), f32), mgpu_utils.memref_ptr(ref))
-        most = functools.reduce(arith.maxnumf, [_extract(votes, i) for i in range(VOTES)])
+        most = functools.reduce(arith.maxnumf, [extract(votes, i) for i in range(VOTES)])
         zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
         return FragmentedArray.splat(
             arith.cmpf(arith.CmpFPredicate.OGT, most, zero), (), is_signed=False
@@ -96,13 +86,8 @@ def _any_of_warp(conditions):
     """Whether any of a thread's conditions holds in any thread of its warp."""
     mine = functools.reduce(arith.ori, conditions)
     return nvvm.vote_sync(
-        _const(-1), mine, nvvm.VoteSyncKind.any, results=[ir.IntegerType.get_signless(1)]
+        const(-1), mine, nvvm.VoteSyncKind.any, results=[ir.IntegerType.get_signless(1)]
     )
-
-
-def _extract(values, i: int):
-    position = ir.DenseI64ArrayAttr.get([i])
-    return vector.extract(values, dynamic_position=[], static_position=position)
 
 
 def sync_warps(*, interpret: bool) -> None:
@@ -137,30 +122,33 @@ def zero_rows(ref, first: jax.Array, *, interpret: bool) -> None:
         # thread takes 16 bytes of it, the warpgroup several rows at a time.
         chunks = atom_cols // 8
         rows = 128 // (chunks * segments)
-        thread = rem(arith.index_cast(_i32(), gpu.thread_id(gpu.Dimension.x)), _const(128))
-        chunk, segment = (
-            rem(thread, _const(chunks)),
-            rem(div(thread, _const(chunks)), _const(segments)),
+        thread = rem(
+            arith.index_cast(ir.IntegerType.get_signless(32), gpu.thread_id(gpu.Dimension.x)),
+            const(128),
         )
-        base = arith.addi(arith.muli(chunk, _const(8)), arith.muli(segment, _const(segment_stride)))
+        chunk, segment = (
+            rem(thread, const(chunks)),
+            rem(div(thread, const(chunks)), const(segments)),
+        )
+        base = arith.addi(arith.muli(chunk, const(8)), arith.muli(segment, const(segment_stride)))
         zeros = arith.constant(
             ir.VectorType.get((8,), element),
             ir.DenseElementsAttr.get_splat(
                 ir.VectorType.get((8,), element), ir.FloatAttr.get(element, 0.0)
             ),
         )
-        own_row = div(thread, _const(chunks * segments))
-        num_rows = _const(memory.shape[0] * atom_rows)
+        own_row = div(thread, const(chunks * segments))
+        num_rows = const(memory.shape[0] * atom_rows)
         # The same number of turns for all threads: they meet at a barrier afterwards.
-        loop = scf.ForOp(first.registers.item(), num_rows, _const(rows), [])
+        loop = scf.ForOp(first.registers.item(), num_rows, const(rows), [])
         with ir.InsertionPoint(loop.body):
             row = arith.addi(loop.induction_variable, own_row)
             inside = scf.IfOp(arith.cmpi(arith.CmpIPredicate.slt, row, num_rows))
             scf.yield_([])
         with ir.InsertionPoint(inside.then_block):
             at = arith.addi(
-                arith.muli(div(row, _const(atom_rows)), _const(atom_row_stride)),
-                arith.muli(rem(row, _const(atom_rows)), _const(row_stride)),
+                arith.muli(div(row, const(atom_rows)), const(atom_row_stride)),
+                arith.muli(rem(row, const(atom_rows)), const(row_stride)),
             )
             llvm.store(
                 zeros,
@@ -185,9 +173,10 @@ def store_rows(ref, tile: jax.Array, rows: int, *, interpret: bool) -> None:
         element = ir.VectorType(tile.registers.flat[0].type).element_type
         (row_stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
         row, col = (
-            arith.index_cast(_i32(), at) for at in next(iter(tile.layout.thread_idxs(tile.shape)))
+            arith.index_cast(ir.IntegerType.get_signless(32), at)
+            for at in next(iter(tile.layout.thread_idxs(tile.shape)))
         )
-        first = arith.addi(arith.muli(row, _const(row_stride)), col)
+        first = arith.addi(arith.muli(row, const(row_stride)), col)
         first = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [first], element)
         # A thread holds pairs of columns, 8 apart, of two rows, 8 apart. Addresses are one pointer
         # and constants: as Pallas finds them, pair by pair, they are hoisted, and spilled.
@@ -203,7 +192,7 @@ def store_rows(ref, tile: jax.Array, rows: int, *, interpret: bool) -> None:
             if rows == tile.shape[0]:
                 store_half(half)
                 continue
-            inside = arith.cmpi(arith.CmpIPredicate.slt, row, _const(rows - 8 * half))
+            inside = arith.cmpi(arith.CmpIPredicate.slt, row, const(rows - 8 * half))
             branch = scf.IfOp(inside)
             with ir.InsertionPoint(branch.then_block):
                 store_half(half)

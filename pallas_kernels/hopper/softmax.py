@@ -120,7 +120,7 @@ class ColumnSoftmax(NamedTuple):
     def start(columns: int, *, scaled: bool) -> "ColumnSoftmax":
         """The state of columns that have seen no key."""
         m, l = (full_columns(columns, value) for value in (NO_MAXIMUM, 0.0))
-        return ColumnSoftmax(m, l, jnp.float32(not scaled))
+        return ColumnSoftmax(m, l, jnp.float32(MIN_SCALE if scaled else 1.0))
 
     def follow(
         self, maximum: jax.Array, scale_max: jax.Array, slack: float, scale_slack: float

@@ -25,7 +25,7 @@ DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16}
 # Less than a row of a swizzle atom, not whole atoms, one tile, whole tiles, tiles that overlap.
 HEADS_AND_QUERIES = [
     *[(1, 1), (1, 4), (4, 1), (4, 3), (8, 2), (16, 1), (16, 4), (16, 5)],
-    *[(24, 1), (24, 4), (32, 2), (32, 3), (64, 1), (128, 1), (128, 2), (2, 40)],
+    *[(24, 1), (24, 4), (32, 2), (32, 3), (64, 1), (33, 2), (128, 1), (128, 2), (2, 40)],
 ]
 
 

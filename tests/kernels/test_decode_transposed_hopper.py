@@ -28,7 +28,8 @@ pytestmark = pytest.mark.hopper
 # Less than a row of a swizzle atom, each count of columns, whole tiles, tiles that overlap.
 HEADS_AND_QUERIES = [
     *[(1, 1), (4, 1), (8, 1), (3, 3), (16, 1), (8, 2), (24, 1), (5, 4), (32, 1), (16, 2)],
-    *[(40, 1), (64, 1), (16, 4), (24, 3), (128, 1), (2, 1), (12, 1), (20, 1), (6, 4), (2, 12)],
+    *[(11, 3), (40, 1), (64, 1), (16, 4), (24, 3), (128, 1), (2, 1), (12, 1), (20, 1), (6, 4)],
+    (2, 12),
 ]
 
 

@@ -213,6 +213,15 @@ def test_tokens_of_very_different_scale(monkeypatch):
     simulate(dataclasses.replace(case, cache=cache), 1, monkeypatch)
 
 
+@pytest.mark.parametrize("format", ["fp8_token", "fp8_full"])
+def test_tokens_that_were_never_written(format, monkeypatch):
+    """A new cache's scales are 0."""
+    sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
+    case = decode_case((130,), format, **sizes)
+    cache = dataclasses.replace(case.cache, scale=jnp.zeros_like(case.cache.scale))
+    simulate(dataclasses.replace(case, cache=cache), 1, monkeypatch)
+
+
 PARTS = jnp.array([[0, 0, 7, 0, -1, 0, 0, 0]], jnp.int32)
 
 
