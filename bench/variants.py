@@ -66,7 +66,7 @@ class DecodeDense:
     @property
     def config(self) -> Config:
         return Config(
-            cache_format=self.cache_format,
+            cache_format=self.cache_format or unscaled_format(self.dtype).name,
             dtype=self.dtype,
             d_latent=self.d_latent,
             d_rope=self.d_rope,

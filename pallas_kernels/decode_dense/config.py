@@ -7,46 +7,30 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.formats import FORMATS
+from pallas_kernels.hopper.decode import DecodeConfig
 from pallas_kernels.hopper.layouts import tiled
-from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M, SMEM_ALIGN, SMEM_BYTES
-from pallas_kernels.hopper.row_tiles import num_tiles
+from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M
 
-PAGE_SIZES = (16, 32, 64, 128)
-D_LATENT = (256, 512)
-D_ROPE = (32, 64)
-DTYPES = ("bfloat16", "float16")
 CACHE_FORMATS = ("bf16", "f16", "fp8_ds_mla")
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(DecodeConfig):
     """One variant of the kernel."""
 
-    dtype: str
-    """Of the queries and of the output, and what is multiplied."""
-    d_latent: int
-    d_rope: int
-    page_size: int
-    num_heads: int
-    q_len: int
-    causal: bool
-    has_sink: bool
-    scale: float | None = None
-    """Factor of the scores; None if it is known at run time only, or not positive."""
+    cache_formats = CACHE_FORMATS
+
     num_stages: int = 2
     """Key tiles in flight."""
     slack: float = 8.0
     """Growth of the running maximum, base 2, that is let pass without rescaling
     (`hopper.softmax`)."""
-    cache_format: str = ""
-    """Empty: that which stores `dtype` as it is."""
 
     @property
     def converts(self) -> bool:
         """The cache's latents are not what is multiplied: `convert_wg` takes the place of
         `load_wg`."""
-        return bool(self.cache_format) and FORMATS[self.cache_format].latent_dtype != self.dtype
+        return self.scales_per_token > 0
 
     @property
     def registers(self) -> tuple[int, int, int]:
@@ -65,32 +49,6 @@ class Config:
         return 8 if self.d_latent == 256 and self.page_size == 32 else 0
 
     @property
-    def rows(self) -> int:
-        """Folded (query, head) rows of a sequence, the heads of a query together."""
-        return self.q_len * self.num_heads
-
-    @property
-    def row_tiles(self) -> int:
-        """Tiles of `BLOCK_M` rows that cover the rows of a sequence."""
-        return num_tiles(self.rows)
-
-    @property
-    def tile_rows(self) -> int:
-        """Query rows of a tile; the other rows of the accumulator, if any, mean nothing."""
-        return min(self.rows, BLOCK_M)
-
-    @property
-    def q_tile_rows(self) -> int:
-        """`tile_rows` in whole swizzle atoms of 8 rows, as TMA loads and stores them; queries and
-        output are padded to that."""
-        return -(-self.tile_rows // 8) * 8
-
-    @property
-    def d_half(self) -> int:
-        """Output columns of one math warpgroup."""
-        return self.d_latent // 2
-
-    @property
     def left(self) -> slice:
         """Columns of `mma_wg0`."""
         return slice(0, self.d_half)
@@ -101,23 +59,14 @@ class Config:
         return slice(self.d_half, self.d_latent)
 
     @property
-    def pages_per_tile(self) -> int:
-        """Pages that a key tile is loaded from; 1 where a page holds several tiles."""
-        return max(1, BLOCK_KV // self.page_size)
-
-    @property
-    def page_tokens(self) -> int:
-        """Tokens that a tile takes from one page."""
-        return min(self.page_size, BLOCK_KV)
-
-    @property
     def p_in_rope(self) -> bool:
         """P takes the place of its tile's rope keys, dead once the scores are there, if they are as
         wide."""
         return self.d_rope == BLOCK_KV
 
-    def smem(self) -> dict[str, Any]:
+    def smem(self, interpret: bool = False) -> dict[str, Any]:
         """The shared-memory buffers, by name: the launch and `smem_bytes` both read this."""
+        del interpret
         dtype = jnp.dtype(self.dtype)
 
         def tile(count: int, cols: int):
@@ -153,29 +102,9 @@ class Config:
             "inverse_free": plgpu.Barrier(),
         }
 
-    def smem_bytes(self) -> int:
-        """Shared memory of a CTA: each buffer rounded up to its alignment, and the barriers."""
-        total = 0
-        for buffer in self.smem().values():
-            size = jnp.dtype(buffer.dtype).itemsize
-            for extent in buffer.shape:
-                size *= extent
-            total += -(-size // SMEM_ALIGN) * SMEM_ALIGN
-        return total + SMEM_ALIGN
-
     def refusal(self) -> str:
         """Which requirement the call does not meet; empty if it meets all."""
         if self.converts and self.dtype != "bfloat16":
             # That of the rope keys, and the only one with room for every scale.
             return f"takes bfloat16 queries with {self.cache_format}, these are {self.dtype}"
-        for name, value, accepted in (
-            ("page_size", self.page_size, PAGE_SIZES),
-            ("kv_lora_rank", self.d_latent, D_LATENT),
-            ("rope_dim", self.d_rope, D_ROPE),
-            ("dtype", self.dtype, DTYPES),
-        ):
-            if value not in accepted:
-                return f"takes {name} of {' or '.join(map(str, accepted))}, this call has {value}"
-        if self.smem_bytes() > SMEM_BYTES:
-            return f"needs {self.smem_bytes()} bytes of shared memory, an SM has {SMEM_BYTES}"
-        return ""
+        return super().refusal()

@@ -29,7 +29,7 @@ def launch(
         What `kernel.decode` gives, and the sink of each slot of the row tiles.
     """
     batch = q_latent.shape[0]
-    missing = config.q_tile_rows - config.tile_rows
+    missing = config.stored_rows - config.tile_rows
 
     def fold(q):
         q = q.reshape(batch, config.rows, q.shape[-1])

@@ -71,7 +71,6 @@ stores zeros for the tokens behind the end. Registers: 232 (mma_wg0), 176 (mma_w
 
 import functools
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -83,9 +82,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.decode_dense.config import Config
 from pallas_kernels.decode_dense.cta import Cta, Piece, cut_of
 from pallas_kernels.decode_dense.load import convert_wg, load_wg
+from pallas_kernels.hopper.decode import launch
 from pallas_kernels.hopper.inline import store_rows, sync_warps, zero_rows
 from pallas_kernels.hopper.layouts import WGMMA, WGMMA_ROW, across, full
-from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M, LAUNCH_REGISTERS
+from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M
 from pallas_kernels.hopper.mma import add_dot, dot, opaque_zero
 from pallas_kernels.hopper.softmax import LN2, LOG2E, Softmax, rescale, with_sink
 
@@ -257,7 +257,7 @@ def _store_last(cta: Cta, piece: Piece, out: jax.Array, cols: slice, ring: Any, 
     sync_warps(interpret=cta.interpret)  # the products of all of them have read V
     staging[...] = out.astype(jnp.dtype(cta.config.dtype))
     plgpu.commit_smem()
-    rows = staging.at[pl.ds(0, cta.config.q_tile_rows)]
+    rows = staging.at[pl.ds(0, cta.config.stored_rows)]
     _to_output(cta, piece, cols, lambda ref: plgpu.copy_smem_to_gmem(rows, ref))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(cta.bar.k_empty.at[stage])
@@ -268,7 +268,7 @@ def _store_zeros(cta: Cta, piece: Piece) -> None:
     config = cta.config
     zeros = full((BLOCK_M, config.d_half), 0.0, jnp.float32).astype(jnp.dtype(config.dtype))
     store = functools.partial(
-        store_rows, tile=zeros, rows=config.q_tile_rows, interpret=cta.interpret
+        store_rows, tile=zeros, rows=config.stored_rows, interpret=cta.interpret
     )
     for cols in (config.left, config.right):
         _to_output(cta, piece, cols, store)
@@ -276,7 +276,7 @@ def _store_zeros(cta: Cta, piece: Piece) -> None:
 
 def _to_output(cta: Cta, piece: Piece, cols: slice, store: Callable[[Any], None]) -> None:
     """Call `store` with the place of a half: final for a whole sequence, else partial."""
-    rows = pl.ds(pl.multiple_of(cta.row_tile * BLOCK_M, BLOCK_M), cta.config.q_tile_rows)
+    rows = pl.ds(pl.multiple_of(cta.row_tile * BLOCK_M, BLOCK_M), cta.config.stored_rows)
     final = cta.gmem.out.at[piece.seq, cta.rows, cols]
     partial = cta.gmem.partial.at[piece.slot, rows, cols]
     pl.when(piece.whole)(lambda: store(final))
@@ -301,58 +301,10 @@ def roles(config: Config) -> tuple[Callable[[Cta], None], ...]:
 
 
 def decode(config: Config, inputs: dict[str, jax.Array], interpret: Any = None):
-    """Launch the kernel: `(out, lse, partial, partial_lse2)`, natural-log `lse`.
+    """Launch the kernel: `hopper.decode.launch`."""
 
-    Undefined are: rows beyond a sequence's, which `out` has up to a multiple of 8 and the others up
-    to whole tiles; and the partial results of whole sequences.
-    """
-    batch = inputs["q_latent"].shape[0]
-    num_parts = inputs["parts"].shape[0]
-    padded = config.row_tiles * BLOCK_M
-    # A single part has no sequence split: with many rows, the place for pieces would be large.
-    slots, slot_rows = (2 * num_parts, padded) if num_parts > 1 else (1, BLOCK_M)
-    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-    out_rows = max(config.rows, config.q_tile_rows)
-    outputs = {
-        "out": array(config.dtype, batch, out_rows, config.d_latent),
-        "lse": array("float32", batch, padded),
-        "partial": array(config.dtype, slots, slot_rows, config.d_latent),
-        "partial_lse2": array("float32", slots, slot_rows),
-    }
-    smem, bars = config.smem(), config.barriers()
+    def cta(role, gmem, smem, bar, part, row_tile):
+        cut = None if role is convert_wg else cut_of(gmem, part)
+        return Cta(config, bool(interpret), gmem, smem, bar, part, row_tile, cut)
 
-    def body(*refs):
-        refs = list(refs)
-        take = lambda names: SimpleNamespace(**{name: refs.pop(0) for name in names})
-        gmem, smem_refs, bar = take([*inputs, *outputs]), take(smem), take(bars)
-
-        def act(role, registers):
-            action = "increase" if registers > LAUNCH_REGISTERS else "decrease"
-            plgpu.set_max_registers(registers, action=action)
-            # Found anew by every role: what lives across the branch must fit load_wg's registers.
-            index, row_tiles = lax.axis_index("cta"), jnp.int32(config.row_tiles)
-            part, row_tile = lax.div(index, row_tiles), lax.rem(index, row_tiles)
-            cut = None if role is convert_wg else cut_of(gmem, part)
-            role(Cta(config, bool(interpret), gmem, smem_refs, bar, part, row_tile, cut))
-
-        for wg, (role, registers) in enumerate(zip(roles(config), config.registers, strict=True)):
-            pl.when(lax.axis_index("wg") == wg)(functools.partial(act, role, registers))
-
-    launch = plgpu.kernel(
-        body,
-        out_type=tuple(outputs.values()),
-        scratch_types=[*smem.values(), *bars.values()],
-        grid=(num_parts * config.row_tiles,),
-        grid_names=("cta",),
-        num_threads=len(config.registers),
-        thread_name="wg",
-        interpret=interpret,
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,
-        ),
-        kernel_name="mla_decode_dense",
-    )
-    return launch(*inputs.values())
+    return launch(config, inputs, roles(config), cta, name="mla_decode_dense", interpret=interpret)

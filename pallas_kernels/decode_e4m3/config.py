@@ -7,39 +7,21 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.formats import E4M3_MAX, FORMATS
+from pallas_kernels.formats import E4M3_MAX
+from pallas_kernels.hopper.decode import SCALE_ROW, DecodeConfig
 from pallas_kernels.hopper.inline import VOTES
 from pallas_kernels.hopper.layouts import tiled
-from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M, SMEM_ALIGN, SMEM_BYTES
-from pallas_kernels.hopper.row_tiles import num_tiles
+from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M
 
-PAGE_SIZES = (16, 32, 64, 128)
-D_LATENT = (256, 512)
-D_ROPE = (32, 64)
-DTYPES = ("bfloat16", "float16")
 CACHE_FORMATS = ("fp8_token", "fp8_full")
-
-SCALE_ROW = 32
-"""Float32 of the row that the scales of one page take in shared memory, at least: TMA writes to
-multiples of 128 bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(DecodeConfig):
     """One variant of the kernel."""
 
-    cache_format: str
-    dtype: str
-    """Of the queries and of the output."""
-    d_latent: int
-    d_rope: int
-    page_size: int
-    num_heads: int
-    q_len: int
-    causal: bool
-    has_sink: bool
-    scale: float | None = None
-    """Factor of the scores; None if it is known at run time only, or not positive."""
+    cache_formats = CACHE_FORMATS
+
     p_terms: int = 1
     """1: probabilities are rounded to e4m3. 2: what that leaves is rounded and multiplied too."""
     num_stages: int = 4
@@ -51,62 +33,11 @@ class Config:
     and both slacks must stay below the format's end. A power of two, so that scales of 0.7 to 1 of
     the largest, as those of one distribution are, lie in the upper part of an octave, where the
     format's relative error is least."""
-    registers: tuple[int, int, int] = (240, 240, 24)
-    """Per thread of `mma_wg0`, `mma_wg1`, `load_wg`; their sum is 3 x 168, what a CTA of 384
-    threads starts with."""
-    spill_bytes: int = 0
-    """Spills the compile gate accepts."""
-
-    @property
-    def rows(self) -> int:
-        """Folded (query, head) rows of a sequence, the heads of a query together."""
-        return self.q_len * self.num_heads
-
-    @property
-    def row_tiles(self) -> int:
-        """Tiles of `BLOCK_M` rows that cover the rows of a sequence."""
-        return num_tiles(self.rows)
-
-    @property
-    def tile_rows(self) -> int:
-        """Query rows of a tile; the others of the `BLOCK_M` repeat the last one."""
-        return min(self.rows, BLOCK_M)
-
-    @property
-    def out_rows(self) -> int:
-        """`tile_rows` in whole swizzle atoms of 8 rows: the columns of the output's accumulator,
-        and the rows that a tile stores."""
-        return -(-self.tile_rows // 8) * 8
-
-    @property
-    def d_half(self) -> int:
-        """Output columns of one math warpgroup."""
-        return self.d_latent // 2
-
-    @property
-    def pages_per_tile(self) -> int:
-        """Pages that a key tile is loaded from; 1 where a page holds several tiles."""
-        return max(1, BLOCK_KV // self.page_size)
-
-    @property
-    def page_tokens(self) -> int:
-        """Tokens that a tile takes from one page."""
-        return min(self.page_size, BLOCK_KV)
-
-    @property
-    def rope_dtype(self) -> str:
-        """Of the stored rope keys, and of the rope part of the queries in the product."""
-        return FORMATS[self.cache_format].rope_dtype
 
     @property
     def rope_has_scale(self) -> bool:
         """Rope keys have a scale of their own, not that of the latent."""
         return self.scales_per_token > 1
-
-    @property
-    def scales_per_token(self) -> int:
-        """Float32 scales of a token."""
-        return FORMATS[self.cache_format].num_scales(self.d_latent)
 
     @property
     def scale_slack(self) -> float:
@@ -170,28 +101,3 @@ class Config:
             "p_ready": plgpu.Barrier(num_arrivals=2),
             "sum_ready": plgpu.Barrier(num_arrivals=2),
         }
-
-    def smem_bytes(self) -> int:
-        """Shared memory of a CTA: each buffer rounded up to its alignment, and the barriers."""
-        total = 0
-        for buffer in self.smem().values():
-            size = jnp.dtype(buffer.dtype).itemsize
-            for extent in buffer.shape:
-                size *= extent
-            total += -(-size // SMEM_ALIGN) * SMEM_ALIGN
-        return total + SMEM_ALIGN
-
-    def refusal(self) -> str:
-        """Which requirement the call does not meet; empty if it meets all."""
-        for name, value, accepted in (
-            ("format", self.cache_format, CACHE_FORMATS),
-            ("page_size", self.page_size, PAGE_SIZES),
-            ("kv_lora_rank", self.d_latent, D_LATENT),
-            ("rope_dim", self.d_rope, D_ROPE),
-            ("dtype", self.dtype, DTYPES),
-        ):
-            if value not in accepted:
-                return f"takes {name} of {' or '.join(map(str, accepted))}, this call has {value}"
-        if self.smem_bytes() > SMEM_BYTES:
-            return f"needs {self.smem_bytes()} bytes of shared memory, an SM has {SMEM_BYTES}"
-        return ""

@@ -78,9 +78,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.decode_e4m3.config import Config
 from pallas_kernels.formats import E4M3_MAX, MIN_SCALE
 from pallas_kernels.hopper import fp8
+from pallas_kernels.hopper.decode import launch
 from pallas_kernels.hopper.inline import any_vote, sync_warps, vote
 from pallas_kernels.hopper.layouts import WGMMA_8BIT_ROW, WGMMA_ROW, across, down, full, tiled
-from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M, LAUNCH_REGISTERS
+from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M
 from pallas_kernels.hopper.mma import add_dots, dot, dot_after, opaque_zero
 from pallas_kernels.hopper.pieces import Part, Piece
 from pallas_kernels.hopper.row_tiles import first_row
@@ -177,7 +178,7 @@ def _math_wg(wg: int, cta: Cta) -> None:
     half = slice(wg * config.d_half, (wg + 1) * config.d_half)
     half_pairs = slice(half.start // 2, half.stop // 2)
     latent, pairs, _ = cta.views
-    accumulator = (config.d_half // 2, config.out_rows)
+    accumulator = (config.d_half // 2, config.stored_rows)
 
     def value(stage):
         """This warpgroup's channels of a tile, as operands along the tokens."""
@@ -220,7 +221,7 @@ def _math_wg(wg: int, cta: Cta) -> None:
             _publish(cta, wg, p * down(v_scale, BLOCK_M))
             v_own = value(own) if v_own is None else v_own
             accs = _rescale(cta, wg, accs)
-            p_t = lambda i, j: smem.p.at[i * terms + j + zero, pl.ds(0, config.out_rows)].T
+            p_t = lambda i, j: smem.p.at[i * terms + j + zero, pl.ds(0, config.stored_rows)].T
             operands = lambda v, i: [[(x, p_t(i, j)) for j in range(terms)] for x in v]
 
             def load_other():
@@ -379,7 +380,7 @@ def _rescale(cta: Cta, wg: int, accs):
 
 def _factors(cta: Cta, wg: int) -> jax.Array:
     """What is in `alpha`, one value per row, for the columns of the output's accumulators."""
-    rows, columns = cta.smem.alpha.at[pl.ds(wg, 1)], cta.config.out_rows
+    rows, columns = cta.smem.alpha.at[pl.ds(wg, 1)], cta.config.stored_rows
     return fp8.load_columns(rows, columns, interpret=cta.interpret)[0]
 
 
@@ -411,8 +412,8 @@ def _store(cta: Cta, piece: Piece, half: slice, accs, stage: jax.Array | None) -
     latent, _, staging = cta.views
     even, odd = (acc.astype(jnp.dtype(config.dtype)) for acc in accs)
     first_slot = pl.multiple_of(cta.row_tile * BLOCK_M, BLOCK_M)
-    final = gmem.out.at[piece.seq, pl.ds(cta.first_row, config.out_rows), half]
-    partial = gmem.partial.at[piece.slot, pl.ds(first_slot, config.out_rows), half]
+    final = gmem.out.at[piece.seq, pl.ds(cta.first_row, config.stored_rows), half]
+    partial = gmem.partial.at[piece.slot, pl.ds(first_slot, config.stored_rows), half]
 
     def to_output(store):
         pl.when(piece.whole)(lambda: store(final))
@@ -423,7 +424,7 @@ def _store(cta: Cta, piece: Piece, half: slice, accs, stage: jax.Array | None) -
         return
     if interpret:  # what was there is lost
         latent[stage] = jnp.full(latent.shape[1:], jnp.nan, latent.dtype)
-    tile = staging.at[stage, pl.ds(0, config.out_rows)]
+    tile = staging.at[stage, pl.ds(0, config.stored_rows)]
     fp8.stage_transposed(tile, even, odd, config.out_transforms, interpret=interpret)
     plgpu.commit_smem()
     to_output(lambda ref: plgpu.copy_smem_to_gmem(tile, ref))
@@ -443,55 +444,11 @@ ROLES = (functools.partial(_math_wg, 0), functools.partial(_math_wg, 1), _load_w
 
 
 def decode(config: Config, inputs: dict[str, jax.Array], interpret: Any = None):
-    """Launch the kernel: `(out, lse, partial, partial_lse2)`, natural-log `lse`; rows beyond a
-    sequence's are undefined, as are partials of whole sequences."""
-    batch = inputs["q_latent"].shape[0]
-    num_parts = inputs["parts"].shape[0]
-    padded = config.row_tiles * BLOCK_M
-    # A single part has no sequence split: with many rows, the place for pieces would be large.
-    slots, slot_rows = (2 * num_parts, padded) if num_parts > 1 else (1, BLOCK_M)
-    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-    outputs = {
-        "out": array(config.dtype, batch, max(config.rows, config.out_rows), config.d_latent),
-        "lse": array("float32", batch, padded),
-        "partial": array(config.dtype, slots, slot_rows, config.d_latent),
-        "partial_lse2": array("float32", slots, slot_rows),
-    }
+    """Launch the kernel: `hopper.decode.launch`."""
     capacity = inputs["block_table"].shape[1] * config.page_size
-    smem, bars = config.smem(bool(interpret)), config.barriers()
 
-    def body(*refs):
-        refs = list(refs)
-        take = lambda names: SimpleNamespace(**{name: refs.pop(0) for name in names})
-        gmem, smem_refs, bar = take([*inputs, *outputs]), take(smem), take(bars)
+    def cta(_, gmem, smem, bar, index, row_tile):
+        part = Part(gmem.parts, index, gmem.seq_lens, capacity)
+        return Cta(config, bool(interpret), gmem, smem, bar, part, row_tile)
 
-        def act(role, registers):
-            action = "increase" if registers > LAUNCH_REGISTERS else "decrease"
-            plgpu.set_max_registers(registers, action=action)
-            # Found anew by every role: what lives across the branch must fit load_wg's registers.
-            index, row_tiles = lax.axis_index("cta"), jnp.int32(config.row_tiles)
-            part_index, row_tile = lax.div(index, row_tiles), lax.rem(index, row_tiles)
-            part = Part(gmem.parts, part_index, gmem.seq_lens, capacity)
-            role(Cta(config, bool(interpret), gmem, smem_refs, bar, part, row_tile))
-
-        for wg, (role, registers) in enumerate(zip(ROLES, config.registers, strict=True)):
-            pl.when(lax.axis_index("wg") == wg)(functools.partial(act, role, registers))
-
-    launch = plgpu.kernel(
-        body,
-        out_type=tuple(outputs.values()),
-        scratch_types=[*smem.values(), *bars.values()],
-        grid=(num_parts * config.row_tiles,),
-        grid_names=("cta",),
-        num_threads=len(ROLES),
-        thread_name="wg",
-        interpret=interpret,
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,
-        ),
-        kernel_name="mla_decode_e4m3",
-    )
-    return launch(*inputs.values())
+    return launch(config, inputs, ROLES, cta, name="mla_decode_e4m3", interpret=interpret)

@@ -7,16 +7,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.formats import E4M3_MAX, FORMATS
+from pallas_kernels.formats import E4M3_MAX
 from pallas_kernels.hopper.columns import EXCHANGE_ROW, WARPS
+from pallas_kernels.hopper.decode import SCALE_ROW, DecodeConfig
 from pallas_kernels.hopper.layouts import tiled
-from pallas_kernels.hopper.limits import BLOCK_KV, SMEM_ALIGN, SMEM_BYTES
-from pallas_kernels.hopper.row_tiles import num_tiles
+from pallas_kernels.hopper.limits import BLOCK_KV
 
-PAGE_SIZES = (16, 32, 64, 128)
-D_LATENT = (256, 512)
-D_ROPE = (32, 64)
-DTYPES = ("bfloat16", "float16")
 E4M3_FORMATS = ("fp8_token", "fp8_full")
 CACHE_FORMATS = ("bf16", "f16", *E4M3_FORMATS)
 
@@ -27,35 +23,16 @@ VIEWS = ("latent", "exchange", "pairs")
 """What the memory of the key ring is used as: keys; half an output on its way to the other math
 warpgroup; in e4m3 also pairs of channels, to be transposed."""
 
-SCALE_ROW = 32
-"""Float32 of the row that the scales of one page take in shared memory, at least: TMA writes to
-multiples of 128 bytes."""
-
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(DecodeConfig):
     """One variant of the kernel."""
 
-    cache_format: str
-    dtype: str
-    """Of the queries and of the output."""
-    d_latent: int
-    d_rope: int
-    page_size: int
-    num_heads: int
-    q_len: int
-    causal: bool
-    has_sink: bool
-    scale: float | None = None
-    """Factor of the scores; None if it is known at run time only, or not positive."""
+    cache_formats = CACHE_FORMATS
+
     p_max: float = 16.0
     """In e4m3, what a probability of 1 is, for a token with the scale that all are relative to
     (`decode_e4m3`)."""
-    registers: tuple[int, int, int] = (240, 240, 24)
-    """Per thread of `mma_wg0`, `mma_wg1`, `load_wg`; their sum is 3 x 168, what a CTA of 384
-    threads starts with."""
-    spill_bytes: int = 0
-    """Spills the compile gate accepts."""
 
     @property
     def in_e4m3(self) -> bool:
@@ -80,39 +57,19 @@ class Config:
         return E4M3_MAX / (self.p_max * 2.0**self.slack) if self.in_e4m3 else 1.0
 
     @property
+    def partial_dtype(self) -> str:
+        """Of the results of pieces of split sequences."""
+        return "float32"
+
+    @property
     def operand_dtype(self) -> str:
         """Of both products' operands, the rope part of the scores apart."""
         return "float8_e4m3fn" if self.in_e4m3 else self.dtype
 
     @property
-    def rope_dtype(self) -> str:
-        """Of the stored rope keys, and of the rope part of the queries in the product."""
-        return FORMATS[self.cache_format].rope_dtype
-
-    @property
-    def scales_per_token(self) -> int:
-        """Float32 scales of a token."""
-        return FORMATS[self.cache_format].num_scales(self.d_latent)
-
-    @property
-    def rows(self) -> int:
-        """Folded (query, head) rows of a sequence, the heads of a query together."""
-        return self.q_len * self.num_heads
-
-    @property
     def row_tile(self) -> int:
         """Rows of a CTA, the columns of its accumulators: whole swizzle atoms of 8."""
         return min(MAX_COLUMNS, -(-self.rows // 8) * 8)
-
-    @property
-    def row_tiles(self) -> int:
-        """Tiles that cover the rows of a sequence."""
-        return num_tiles(self.rows, self.row_tile)
-
-    @property
-    def d_half(self) -> int:
-        """Output channels that one math warpgroup stores."""
-        return self.d_latent // 2
 
     def half(self, wg: int) -> slice:
         """The channels that math warpgroup `wg` stores."""
@@ -127,16 +84,6 @@ class Config:
     def exchange_rows(self) -> int:
         """Rows of the exchange buffer that one accumulator takes, in float32."""
         return self.d_half // self.accumulators * self.row_tile // EXCHANGE_ROW
-
-    @property
-    def pages_per_tile(self) -> int:
-        """Pages that a key tile is loaded from; 1 where a page holds several tiles."""
-        return max(1, BLOCK_KV // self.page_size)
-
-    @property
-    def page_tokens(self) -> int:
-        """Tokens that a tile takes from one page."""
-        return min(self.page_size, BLOCK_KV)
 
     @property
     def p_transforms(self) -> tuple[plgpu.Transform, ...]:
@@ -196,28 +143,3 @@ class Config:
             "k_empty": plgpu.Barrier(num_barriers=stages),
             "merge_ready": plgpu.Barrier(num_arrivals=2),
         }
-
-    def smem_bytes(self) -> int:
-        """Shared memory of a CTA: each buffer rounded up to its alignment, and the barriers."""
-        total = 0
-        for buffer in self.smem().values():
-            size = jnp.dtype(buffer.dtype).itemsize
-            for extent in buffer.shape:
-                size *= extent
-            total += -(-size // SMEM_ALIGN) * SMEM_ALIGN
-        return total + SMEM_ALIGN
-
-    def refusal(self) -> str:
-        """Which requirement the call does not meet; empty if it meets all."""
-        for name, value, accepted in (
-            ("format", self.cache_format, CACHE_FORMATS),
-            ("page_size", self.page_size, PAGE_SIZES),
-            ("kv_lora_rank", self.d_latent, D_LATENT),
-            ("rope_dim", self.d_rope, D_ROPE),
-            ("dtype", self.dtype, DTYPES),
-        ):
-            if value not in accepted:
-                return f"takes {name} of {' or '.join(map(str, accepted))}, this call has {value}"
-        if self.smem_bytes() > SMEM_BYTES:
-            return f"needs {self.smem_bytes()} bytes of shared memory, an SM has {SMEM_BYTES}"
-        return ""

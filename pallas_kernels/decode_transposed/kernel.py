@@ -91,9 +91,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.decode_transposed.config import VIEWS, Config
 from pallas_kernels.decode_transposed.products import In16Bits, InE4m3
 from pallas_kernels.hopper import columns, fp8
+from pallas_kernels.hopper.decode import launch
 from pallas_kernels.hopper.inline import sync_warps
 from pallas_kernels.hopper.layouts import WGMMA, down, full_columns
-from pallas_kernels.hopper.limits import BLOCK_KV, LAUNCH_REGISTERS
+from pallas_kernels.hopper.limits import BLOCK_KV
 from pallas_kernels.hopper.mma import opaque_zero
 from pallas_kernels.hopper.pieces import Part, Piece
 from pallas_kernels.hopper.row_tiles import first_row
@@ -414,59 +415,11 @@ ROLES = (functools.partial(_math_wg, 0), functools.partial(_math_wg, 1), _load_w
 
 
 def decode(config: Config, inputs: dict[str, jax.Array], interpret: Any = None):
-    """Launch the kernel: `(out, lse, partial, partial_lse2)`, natural-log `lse`.
-
-    Undefined are: rows beyond a sequence's, which `out` has up to a multiple of 8 and the others up
-    to whole tiles; and the partial results of whole sequences.
-    """
-    batch = inputs["q_latent"].shape[0]
-    num_parts = inputs["parts"].shape[0]
-    padded = config.row_tiles * config.row_tile
-    # A single part has no sequence split: with many rows, the place for pieces would be large.
-    slots, slot_rows = (2 * num_parts, padded) if num_parts > 1 else (1, config.row_tile)
-    f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    out = (batch, max(config.rows, config.row_tile), config.d_latent)
-    outputs = {
-        "out": jax.ShapeDtypeStruct(out, jnp.dtype(config.dtype)),
-        "lse": f32(batch, padded),
-        "partial": f32(slots, slot_rows, config.d_latent),
-        "partial_lse2": f32(slots, slot_rows),
-    }
+    """Launch the kernel: `hopper.decode.launch`."""
     capacity = inputs["block_table"].shape[1] * config.page_size
-    smem, bars = config.smem(bool(interpret)), config.barriers()
 
-    def body(*refs):
-        refs = list(refs)
-        take = lambda names: SimpleNamespace(**{name: refs.pop(0) for name in names})
-        gmem, smem_refs, bar = take([*inputs, *outputs]), take(smem), take(bars)
+    def cta(_, gmem, smem, bar, index, row_index):
+        part = Part(gmem.parts, index, gmem.seq_lens, capacity)
+        return Cta(config, bool(interpret), gmem, smem, bar, part, row_index)
 
-        def act(role, registers):
-            action = "increase" if registers > LAUNCH_REGISTERS else "decrease"
-            plgpu.set_max_registers(registers, action=action)
-            # Found anew by every role: what lives across the branch must fit load_wg's registers.
-            index, row_tiles = lax.axis_index("cta"), jnp.int32(config.row_tiles)
-            part_index, row_index = lax.div(index, row_tiles), lax.rem(index, row_tiles)
-            part = Part(gmem.parts, part_index, gmem.seq_lens, capacity)
-            role(Cta(config, bool(interpret), gmem, smem_refs, bar, part, row_index))
-
-        for wg, (role, registers) in enumerate(zip(ROLES, config.registers, strict=True)):
-            pl.when(lax.axis_index("wg") == wg)(functools.partial(act, role, registers))
-
-    launch = plgpu.kernel(
-        body,
-        out_type=tuple(outputs.values()),
-        scratch_types=[*smem.values(), *bars.values()],
-        grid=(num_parts * config.row_tiles,),
-        grid_names=("cta",),
-        num_threads=len(ROLES),
-        thread_name="wg",
-        interpret=interpret,
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,
-        ),
-        kernel_name="mla_decode_transposed",
-    )
-    return launch(*inputs.values())
+    return launch(config, inputs, ROLES, cta, name="mla_decode_transposed", interpret=interpret)

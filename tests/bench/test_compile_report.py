@@ -203,7 +203,7 @@ SIZES = {
 @pytest.mark.parametrize(
     ("kernel", "config"),
     [
-        ("decode_dense", Config(**SIZES)),
+        ("decode_dense", Config(cache_format="bf16", **SIZES)),
         ("decode_e4m3", E4m3Config(cache_format="fp8_token", **SIZES)),
         ("decode_transposed", TransposedConfig(cache_format="bf16", **SIZES)),
     ],

@@ -31,8 +31,7 @@ pytestmark = [pytest.mark.interpret, pytest.mark.timeout(120)]
 
 CONFIG = functools.partial(Config, causal=True, has_sink=False, scale=inputs.SCALE)
 CONFIGS = {
-    "bf16": CONFIG("bfloat16", 256, 64, 16, 8, 1),
-    "fp8_ds_mla": CONFIG("bfloat16", 256, 64, 16, 8, 1, cache_format="fp8_ds_mla"),
+    format: CONFIG(format, "bfloat16", 256, 64, 16, 8, 1) for format in ("bf16", "fp8_ds_mla")
 }
 """Of the kernels whose synchronisations are left out."""
 
@@ -288,7 +287,7 @@ def test_header_names_every_barrier_and_who_waits(format):
 
 def test_header_names_every_buffer():
     """The table's sum is what the configuration asks for."""
-    config = Config("bfloat16", 512, 64, 64, 128, 1, causal=True, has_sink=False)
+    config = Config("bf16", "bfloat16", 512, 64, 64, 128, 1, causal=True, has_sink=False)
     table = {row[0]: int(row[-1]) for row in header_table("buffer")}
     total = table.pop("sum")
     table.pop("barriers")

@@ -12,6 +12,7 @@ from pallas_kernels.decode_dense import config
 from pallas_kernels.decode_e4m3 import config as e4m3_config
 from pallas_kernels.decode_transposed import config as transposed_config
 from pallas_kernels.formats import FORMATS
+from pallas_kernels.hopper import decode as hopper_decode
 from pallas_kernels.hopper.limits import LAUNCH_REGISTERS
 from tests import inputs
 
@@ -179,7 +180,7 @@ def test_what_the_transposed_schedule_refuses(sizes, reason, hopper, monkeypatch
 
 @pytest.mark.parametrize("num_heads", [1, 16, 128])
 @pytest.mark.parametrize("cache_format", transposed_config.CACHE_FORMATS)
-@pytest.mark.parametrize("page_size", transposed_config.PAGE_SIZES)
+@pytest.mark.parametrize("page_size", hopper_decode.PAGE_SIZES)
 def test_every_size_of_the_transposed_schedule_fits(page_size, cache_format, num_heads):
     accepted = transposed_config.Config(
         cache_format, "bfloat16", 512, 64, page_size, num_heads, 1, causal=True, has_sink=True
@@ -197,23 +198,23 @@ def test_what_is_refused_is_served_by_another(hopper):
 @pytest.mark.parametrize(
     ("dtype", "format"), [("bfloat16", "bf16"), ("float16", "f16"), ("bfloat16", "fp8_ds_mla")]
 )
-@pytest.mark.parametrize("page_size", config.PAGE_SIZES)
-@pytest.mark.parametrize("d_rope", config.D_ROPE)
-@pytest.mark.parametrize("d_latent", config.D_LATENT)
+@pytest.mark.parametrize("page_size", hopper_decode.PAGE_SIZES)
+@pytest.mark.parametrize("d_rope", hopper_decode.D_ROPE)
+@pytest.mark.parametrize("d_latent", hopper_decode.D_LATENT)
 def test_every_accepted_size_fits_the_shared_memory(
     d_latent, d_rope, page_size, dtype, format, num_heads
 ):
     sizes = d_latent, d_rope, page_size, num_heads, 1
-    accepted = config.Config(dtype, *sizes, causal=True, has_sink=True, cache_format=format)
+    accepted = config.Config(format, dtype, *sizes, causal=True, has_sink=True)
     assert sum(accepted.registers) == 3 * LAUNCH_REGISTERS
     assert not accepted.refusal()
 
 
 @pytest.mark.parametrize("p_terms", [1, 2])
-@pytest.mark.parametrize("dtype", e4m3_config.DTYPES)
-@pytest.mark.parametrize("page_size", e4m3_config.PAGE_SIZES)
-@pytest.mark.parametrize("d_rope", e4m3_config.D_ROPE)
-@pytest.mark.parametrize("d_latent", e4m3_config.D_LATENT)
+@pytest.mark.parametrize("dtype", hopper_decode.DTYPES)
+@pytest.mark.parametrize("page_size", hopper_decode.PAGE_SIZES)
+@pytest.mark.parametrize("d_rope", hopper_decode.D_ROPE)
+@pytest.mark.parametrize("d_latent", hopper_decode.D_LATENT)
 @pytest.mark.parametrize("format", e4m3_config.CACHE_FORMATS)
 def test_every_accepted_size_fits_e4m3(format, d_latent, d_rope, page_size, dtype, p_terms):
     accepted = e4m3_config.Config(

@@ -1,0 +1,221 @@
+"""What the attention kernels of a decode step have in common: their parameters and their launch."""
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.formats import FORMATS
+from pallas_kernels.hopper.limits import (
+    BLOCK_KV,
+    BLOCK_M,
+    LAUNCH_REGISTERS,
+    SMEM_ALIGN,
+    SMEM_BYTES,
+)
+from pallas_kernels.hopper.row_tiles import num_tiles
+
+PAGE_SIZES = (16, 32, 64, 128)
+D_LATENT = (256, 512)
+D_ROPE = (32, 64)
+DTYPES = ("bfloat16", "float16")
+
+SCALE_ROW = 32
+"""Float32 of the row that the scales of one page take in shared memory, at least: TMA writes to
+multiples of 128 bytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig(abc.ABC):
+    """Static parameters of one variant of a kernel."""
+
+    cache_formats: ClassVar[tuple[str, ...]]
+    """Those that the kernel takes."""
+
+    cache_format: str
+    dtype: str
+    """Of the queries and of the output."""
+    d_latent: int
+    d_rope: int
+    page_size: int
+    num_heads: int
+    q_len: int
+    causal: bool
+    has_sink: bool
+    scale: float | None = None
+    """Factor of the scores; None if it is known at run time only, or not positive."""
+
+    @property
+    def rows(self) -> int:
+        """Folded (query, head) rows of a sequence, the heads of a query together."""
+        return self.q_len * self.num_heads
+
+    @property
+    def row_tile(self) -> int:
+        """Rows of a CTA."""
+        return BLOCK_M
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles that cover the rows of a sequence."""
+        return num_tiles(self.rows, self.row_tile)
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile that are queries."""
+        return min(self.rows, self.row_tile)
+
+    @property
+    def stored_rows(self) -> int:
+        """`tile_rows` in whole swizzle atoms of 8 rows: what a tile stores."""
+        return -(-self.tile_rows // 8) * 8
+
+    @property
+    def d_half(self) -> int:
+        """Output channels of one math warpgroup."""
+        return self.d_latent // 2
+
+    @property
+    def pages_per_tile(self) -> int:
+        """Pages that a key tile is loaded from; 1 where a page holds several tiles."""
+        return max(1, BLOCK_KV // self.page_size)
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens that a tile takes from one page."""
+        return min(self.page_size, BLOCK_KV)
+
+    @property
+    def rope_dtype(self) -> str:
+        """Of the stored rope keys."""
+        return FORMATS[self.cache_format].rope_dtype
+
+    @property
+    def scales_per_token(self) -> int:
+        """Float32 scales of a token."""
+        return FORMATS[self.cache_format].num_scales(self.d_latent)
+
+    @property
+    def partial_dtype(self) -> str:
+        """Of the results of pieces of split sequences."""
+        return self.dtype
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        """Per thread of the two math warpgroups and of the one that loads; their sum is 3 x 168,
+        what a CTA of 384 threads starts with."""
+        return 240, 240, 24
+
+    @property
+    def spill_bytes(self) -> int:
+        """Spills the compile gate accepts."""
+        return 0
+
+    @abc.abstractmethod
+    def smem(self, interpret: bool = False) -> dict[str, Any]:
+        """The shared-memory buffers, by name: the launch and `smem_bytes` both read this."""
+
+    @abc.abstractmethod
+    def barriers(self) -> dict[str, plgpu.Barrier]:
+        """The barriers, by name; the kernel's header says who arrives and who waits."""
+
+    def smem_bytes(self) -> int:
+        """Shared memory of a CTA: each buffer rounded up to its alignment, and the barriers."""
+        total = 0
+        for buffer in self.smem().values():
+            size = jnp.dtype(buffer.dtype).itemsize
+            for extent in buffer.shape:
+                size *= extent
+            total += -(-size // SMEM_ALIGN) * SMEM_ALIGN
+        return total + SMEM_ALIGN
+
+    def refusal(self) -> str:
+        """Which requirement the call does not meet; empty if it meets all."""
+        for name, value, accepted in (
+            ("format", self.cache_format, self.cache_formats),
+            ("page_size", self.page_size, PAGE_SIZES),
+            ("kv_lora_rank", self.d_latent, D_LATENT),
+            ("rope_dim", self.d_rope, D_ROPE),
+            ("dtype", self.dtype, DTYPES),
+        ):
+            if value not in accepted:
+                return f"takes {name} of {' or '.join(map(str, accepted))}, this call has {value}"
+        if self.smem_bytes() > SMEM_BYTES:
+            return f"needs {self.smem_bytes()} bytes of shared memory, an SM has {SMEM_BYTES}"
+        return ""
+
+
+Role = Callable[[Any], None]
+
+
+def launch(
+    config: DecodeConfig,
+    inputs: dict[str, jax.Array],
+    roles: Sequence[Role],
+    cta: Callable[..., Any],
+    *,
+    name: str,
+    interpret: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """`(out, lse, partial, partial_lse2)`, natural-log `lse`, of a kernel with a warpgroup a role.
+
+    A role is called with `cta(role, gmem, smem, bar, part, row_tile)`.
+
+    Undefined are: rows beyond a sequence's, which `out` has up to a multiple of 8 and the others up
+    to whole tiles; and the partial results of whole sequences.
+    """
+    batch = inputs["q_latent"].shape[0]
+    num_parts = inputs["parts"].shape[0]
+    padded = config.row_tiles * config.row_tile
+    # A single part has no sequence split: with many rows, the place for pieces would be large.
+    slots, slot_rows = (2 * num_parts, padded) if num_parts > 1 else (1, config.row_tile)
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    outputs = {
+        "out": array(config.dtype, batch, max(config.rows, config.stored_rows), config.d_latent),
+        "lse": array("float32", batch, padded),
+        "partial": array(config.partial_dtype, slots, slot_rows, config.d_latent),
+        "partial_lse2": array("float32", slots, slot_rows),
+    }
+    smem, bars = config.smem(bool(interpret)), config.barriers()
+
+    def body(*refs):
+        refs = list(refs)
+        take = lambda names: SimpleNamespace(**{name: refs.pop(0) for name in names})
+        memory = take([*inputs, *outputs]), take(smem), take(bars)
+
+        def act(role, registers):
+            action = "increase" if registers > LAUNCH_REGISTERS else "decrease"
+            plgpu.set_max_registers(registers, action=action)
+            # Found anew by every role: what lives across the branch must fit load_wg's registers.
+            index, row_tiles = lax.axis_index("cta"), jnp.int32(config.row_tiles)
+            role(cta(role, *memory, lax.div(index, row_tiles), lax.rem(index, row_tiles)))
+
+        for wg, (role, registers) in enumerate(zip(roles, config.registers, strict=True)):
+            pl.when(lax.axis_index("wg") == wg)(functools.partial(act, role, registers))
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=tuple(outputs.values()),
+        scratch_types=[*smem.values(), *bars.values()],
+        grid=(num_parts * config.row_tiles,),
+        grid_names=("cta",),
+        num_threads=len(roles),
+        thread_name="wg",
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            unsafe_no_auto_barriers=True,
+            reduction_scratch_bytes=0,
+        ),
+        kernel_name=name,
+    )
+    return kernel(*inputs.values())
