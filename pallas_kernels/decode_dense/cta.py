@@ -12,27 +12,9 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.decode_dense.config import Config
 from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M
+from pallas_kernels.hopper.pieces import Piece
 from pallas_kernels.hopper.plan import END_SEQ, END_TILE, SEQ, TILE
 from pallas_kernels.hopper.row_tiles import first_row
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """The key tiles `[begin, end)` of sequence `seq` that this CTA works on, last to first."""
-
-    seq: jax.Array
-    seq_len: jax.Array
-    begin: jax.Array
-    end: jax.Array
-    whole: jax.Array
-    """The sequence is not split: the piece gives its final output."""
-    slot: jax.Array
-    """Where the piece's partial result goes if the sequence is split."""
-
-    @property
-    def tiles(self) -> jax.Array:
-        """Key tiles of the piece."""
-        return self.end - self.begin
 
 
 @dataclasses.dataclass(frozen=True)

@@ -80,13 +80,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_dense.config import Config
-from pallas_kernels.decode_dense.cta import Cta, Piece, cut_of
+from pallas_kernels.decode_dense.cta import Cta, cut_of
 from pallas_kernels.decode_dense.load import convert_wg, load_wg
 from pallas_kernels.hopper.decode import launch
 from pallas_kernels.hopper.inline import store_rows, sync_warps, zero_rows
 from pallas_kernels.hopper.layouts import WGMMA, WGMMA_ROW, across, full
 from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M
 from pallas_kernels.hopper.mma import add_dot, dot, opaque_zero
+from pallas_kernels.hopper.pieces import Piece
 from pallas_kernels.hopper.softmax import LN2, LOG2E, Softmax, rescale, with_sink
 
 

@@ -10,9 +10,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode_dense.cta import Cta, Piece
+from pallas_kernels.decode_dense.cta import Cta
 from pallas_kernels.hopper import dequantise
 from pallas_kernels.hopper.limits import BLOCK_KV
+from pallas_kernels.hopper.pieces import Piece
 
 
 def load_wg(cta: Cta) -> None:
