@@ -5,21 +5,22 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from mla_jax import mla_decode, plan_decode
 from pallas_kernels.decode_e4m3 import config, entry
 from tests import inputs, oracle, tolerances
+from tests.kernels.on_hopper import (
+    LENS,
+    assert_bitwise_equal,
+    compiled,
+    poison_free_memory,
+    sinks,
+)
 from tests.kernels.pairwise import pairwise
 
 pytestmark = pytest.mark.hopper
 
-LENS = {
-    "ragged": (0, 1, 63, 64, 65, 300),
-    "split": (0, 9000, 1, 64, 0, 700),
-    "many": (*[700, 0, 65, 2000, 1, 129] * 6, 0, 0),
-}
 DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16}
 
 # Less than a row of a swizzle atom, not whole atoms, one tile, whole tiles, tiles that overlap.
@@ -46,35 +47,6 @@ def decode_case(
     )
     small = lambda q: (q / 10).astype(q.dtype)
     return dataclasses.replace(case, q_latent=small(case.q_latent), q_rope=small(case.q_rope))
-
-
-def sinks(h_q):
-    sink = np.random.default_rng(1).standard_normal(h_q) * 3
-    sink[1::5], sink[2::5] = np.inf, -np.inf
-    return jnp.asarray(sink, jnp.float32)
-
-
-def poison_free_memory():
-    """What the allocator hands out next is NaN, not what an earlier test left there."""
-    jax.block_until_ready(jnp.full(1 << 26, jnp.nan))
-
-
-def compiled(scale=inputs.SCALE, causal=True, attn_sink=None):
-    """Lengths, table and plan are traced."""
-    kwargs = {"scale": scale, "causal": causal, "attn_sink": attn_sink, "return_lse": True}
-
-    @jax.jit
-    def decode(*args, plan=None):
-        return mla_decode(*args, **kwargs, plan=plan, implementation="mosaic")
-
-    return decode
-
-
-def assert_bitwise_equal(found, expected):
-    for a, b in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(
-            np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8), strict=True
-        )
 
 
 def compare(found, case, **kwargs):

@@ -15,15 +15,13 @@ import pytest
 from mla_jax import mla_decode, plan_decode
 from pallas_kernels.decode_dense import cost
 from tests import inputs, oracle, tolerances
+from tests.kernels import on_hopper
+from tests.kernels.on_hopper import LENS, assert_bitwise_equal, poison_free_memory, sinks
 from tests.kernels.pairwise import pairwise
-from tests.kernels.test_decode_dense_hopper import (
-    LENS,
-    assert_bitwise_equal,
-    poison_free_memory,
-    sinks,
-)
 
 pytestmark = pytest.mark.hopper
+
+compiled = functools.partial(on_hopper.compiled, implementation="mosaic_transposed")
 
 # Less than a row of a swizzle atom, each count of columns, whole tiles, tiles that overlap.
 HEADS_AND_QUERIES = [
@@ -63,17 +61,6 @@ def compare(case, out, lse, expected_out, expected_lse):
         within = tolerances.E4M3_OUT, tolerances.E4M3_LSE
     tolerances.check("out", out, expected_out, within[0])
     tolerances.check("lse", lse, expected_lse, within[1])
-
-
-def compiled(scale=inputs.SCALE, causal=True, attn_sink=None):
-    """Lengths, table and plan are traced."""
-    kwargs = {"scale": scale, "causal": causal, "attn_sink": attn_sink, "return_lse": True}
-
-    @jax.jit
-    def decode(*args, plan=None):
-        return mla_decode(*args, **kwargs, plan=plan, implementation="mosaic_transposed")
-
-    return decode
 
 
 def check(case, *, scale=inputs.SCALE, causal=True, attn_sink=None):
