@@ -54,10 +54,11 @@ def attend(q_latent, q_rope, latent, rope, visible, scale, sink=None):
 def decode(q_latent, q_rope, cache, block_table, seq_lens, *, scale, causal=True, attn_sink=None):
     """`mla_decode`: out `[b, s, h, c]`, lse `[b, h, s]`."""
     latent, rope = dequantise(cache)
-    s_q, page_size = q_latent.shape[1], cache.page_size
+    s_q, page_size, block_table = q_latent.shape[1], cache.page_size, np.asarray(block_table)
     outs, lses = [], []
     for b, n in enumerate(np.asarray(seq_lens)):
-        slots = [int(block_table[b, t // page_size]) * page_size + t % page_size for t in range(n)]
+        t = np.arange(n)
+        slots = block_table[b, t // page_size] * page_size + t % page_size
         ends = n - np.arange(s_q)[::-1] if causal else np.full(s_q, n)
         visible = np.arange(n) < ends[:, None]
         out, lse, _ = attend(
