@@ -278,7 +278,7 @@ Variant = DecodeDense | DecodeTransposed | DecodeE4m3 | CacheAppend
 
 HEADS = (
     *((128, 1), (128, 2), (64, 1), (40, 1), (32, 1)),
-    *((24, 1), (24, 3), (16, 1), (16, 4), (8, 1), (1, 1)),
+    *((24, 1), (13, 5), (16, 1), (16, 4), (8, 1), (1, 1)),
 )
 
 
@@ -292,17 +292,17 @@ def few() -> list[Variant]:
         DecodeDense(h=16, has_sink=True, page_size=128),
         DecodeDense(f16, h=128, s_q=2, has_sink=True, page_size=16, causal=False),
         DecodeDense(f16, h=8, s_q=4, page_size=32, has_sink=True, d_latent=256, d_rope=32),
-        DecodeDense(h=24, s_q=3, page_size=128, d_rope=32),
+        DecodeDense(h=13, s_q=5, page_size=128, d_rope=32),
         DecodeDense(h=1, page_size=16, d_latent=256),
         ds_mla(),
         ds_mla(h=16, s_q=4, run_scale=True, page_size=16),
         ds_mla(h=16, has_sink=True, page_size=128),
         ds_mla(h=128, s_q=2, has_sink=True, page_size=16, causal=False, d_rope=32),
-        ds_mla(h=24, s_q=3, page_size=32, d_latent=256, d_rope=32),
+        ds_mla(h=13, s_q=5, page_size=32, d_latent=256, d_rope=32),
         DecodeTransposed(),
         DecodeTransposed(h=32, has_sink=True, page_size=128),
         DecodeTransposed("f16", f16, h=8, s_q=4, page_size=16, run_scale=True, causal=False),
-        DecodeTransposed("f16", f16, h=24, s_q=3, page_size=32, has_sink=True, d_rope=32),
+        DecodeTransposed("f16", f16, h=13, s_q=5, page_size=32, has_sink=True, d_rope=32),
         DecodeTransposed(h=1, d_latent=256),
         DecodeTransposed("fp8_token"),
         DecodeTransposed("fp8_full", h=32, has_sink=True, page_size=16),
@@ -314,7 +314,7 @@ def few() -> list[Variant]:
         DecodeE4m3("fp8_full", f16, h=16, has_sink=True, page_size=128),
         DecodeE4m3(h=128, s_q=2, has_sink=True, page_size=16, causal=False, p_terms=2),
         DecodeE4m3("fp8_full", h=8, s_q=4, page_size=32, has_sink=True, d_latent=256, d_rope=32),
-        DecodeE4m3(h=24, s_q=3, page_size=128, d_rope=32, p_terms=2),
+        DecodeE4m3(h=13, s_q=5, page_size=128, d_rope=32, p_terms=2),
         DecodeE4m3("fp8_full", h=1, page_size=16, d_latent=256),
         *(CacheAppend(format) for format in FORMATS),
         CacheAppend("fp8_full", "float32", d_latent=256),

@@ -117,10 +117,10 @@ def _attend(launch: Any, config: Any, row_tile: int, interpret: Any, *arrays: An
         interpret=interpret,
     )
     if parts.shape[0] > 1:
-        sizes = {"rows": config.rows, "row_tile": row_tile, "num_sms": num_sms()}
+        sizes = {"row_tile": row_tile, "num_sms": num_sms()}
         out, lse = merge(out, lse, partial, partial_lse2, parts, sink, **sizes, interpret=interpret)
-    out = out[:, : config.rows]
-    lse = untile(lse, config.rows, row_tile).reshape(q_latent.shape[:3])
+    rows = slice(config.query_rows)
+    out, lse = out[:, rows], untile(lse, config.rows, row_tile)[:, rows].reshape(q_latent.shape[:3])
     return out.reshape(q_latent.shape), lse.transpose(0, 2, 1)
 
 

@@ -53,15 +53,14 @@ def merge(
     parts: jax.Array,
     sink: jax.Array | None,
     *,
-    rows: int,
     num_sms: int,
     row_tile: int = BLOCK_M,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Fill in, in place, the rows of split sequences in `out [B, rows or more, C]` and in `lse`.
+    """Fill in, in place, the rows of split sequences in `out [B, rows, C]` and in `lse`.
 
-    `out` has `GROUP` rows at least; `lse` and the partial results are tiled by `row_tile` rows, a
-    multiple of `GROUP`.
+    `lse` and the partial results are tiled by `row_tile` rows. Both numbers of rows must be
+    multiples of `GROUP`, so that no group is in two tiles.
     """
     d_latent = out.shape[2]
     num_parts = parts.shape[0]
@@ -71,7 +70,7 @@ def merge(
     out, lse = lax.optimization_barrier((out, lse))
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
     workers = num_sms * CTAS_PER_SM * WARPGROUPS
-    groups = -(-rows // GROUP)
+    groups = out.shape[1] // GROUP
     items_of_merge = groups * COLUMN_PARTS
 
     def body(*refs):
@@ -91,10 +90,8 @@ def merge(
             seq, first_slot, rest, pieces = (gmem.parts[merge, i] for i in columns_of_merge)
             of_merge = lax.rem(item, jnp.int32(items_of_merge))
             part, group = lax.div(of_merge, jnp.int32(groups)), lax.rem(of_merge, jnp.int32(groups))
-            # The last group is drawn back if need be: some rows are then merged twice, alike.
-            row = jnp.minimum(group * GROUP, out.shape[1] - GROUP)
-            # Its rows are all in the last row tile, which is drawn back likewise.
-            slot = slot_of(row + GROUP - 1, rows, row_tile) - (GROUP - 1)
+            row = group * GROUP
+            slot = slot_of(row, out.shape[1], row_tile)
             group_rows, slots = pl.ds(row, GROUP), pl.ds(slot, GROUP)
 
             def merge_columns(columns, width, batch):

@@ -44,7 +44,7 @@ class Cta:
     @property
     def rows(self) -> Any:
         """The rows of the tile, among those of the sequence."""
-        return pl.ds(self.first_row, self.config.stored_rows)
+        return pl.ds(self.first_row, self.config.tile_rows)
 
     @property
     def padded_rows(self) -> Any:

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from pallas_kernels.decode_dense.config import Config
 from pallas_kernels.decode_dense.kernel import decode
-from pallas_kernels.hopper.row_tiles import row_of_slots
 
 
 def launch(
@@ -28,16 +27,9 @@ def launch(
     Returns:
         What `kernel.decode` gives, and the sink of each slot of the row tiles.
     """
-    batch = q_latent.shape[0]
-    missing = config.stored_rows - config.tile_rows
-
-    def fold(q):
-        q = q.reshape(batch, config.rows, q.shape[-1])
-        return jnp.pad(q, ((0, 0), (0, missing), (0, 0))) if missing else q
-
     inputs = {
-        "q_latent": fold(q_latent),
-        "q_rope": fold(q_rope),
+        "q_latent": config.fold(q_latent),
+        "q_rope": config.fold(q_rope),
         "latent": cache.latent,
         "rope": cache.rope,
         **({"scale": cache.scale} if config.converts else {}),
@@ -47,7 +39,7 @@ def launch(
     }
     sink = None
     if attn_sink is not None:
-        sink = attn_sink.astype(jnp.float32)[row_of_slots(config.rows) % config.num_heads]
+        sink = config.slots(attn_sink.astype(jnp.float32))
         inputs["sink"] = sink
     if run_scale is not None:
         inputs["run_scale"] = run_scale.reshape(1)

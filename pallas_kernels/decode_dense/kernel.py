@@ -258,7 +258,7 @@ def _store_last(cta: Cta, piece: Piece, out: jax.Array, cols: slice, ring: Any, 
     sync_warps(interpret=cta.interpret)  # the products of all of them have read V
     staging[...] = out.astype(jnp.dtype(cta.config.dtype))
     plgpu.commit_smem()
-    rows = staging.at[pl.ds(0, cta.config.stored_rows)]
+    rows = staging.at[pl.ds(0, cta.config.tile_rows)]
     _to_output(cta, piece, cols, lambda ref: plgpu.copy_smem_to_gmem(rows, ref))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(cta.bar.k_empty.at[stage])
@@ -269,7 +269,7 @@ def _store_zeros(cta: Cta, piece: Piece) -> None:
     config = cta.config
     zeros = full((BLOCK_M, config.d_half), 0.0, jnp.float32).astype(jnp.dtype(config.dtype))
     store = functools.partial(
-        store_rows, tile=zeros, rows=config.stored_rows, interpret=cta.interpret
+        store_rows, tile=zeros, rows=config.tile_rows, interpret=cta.interpret
     )
     for cols in (config.left, config.right):
         _to_output(cta, piece, cols, store)
@@ -277,7 +277,7 @@ def _store_zeros(cta: Cta, piece: Piece) -> None:
 
 def _to_output(cta: Cta, piece: Piece, cols: slice, store: Callable[[Any], None]) -> None:
     """Call `store` with the place of a half: final for a whole sequence, else partial."""
-    rows = pl.ds(pl.multiple_of(cta.row_tile * BLOCK_M, BLOCK_M), cta.config.stored_rows)
+    rows = pl.ds(pl.multiple_of(cta.row_tile * BLOCK_M, BLOCK_M), cta.config.tile_rows)
     final = cta.gmem.out.at[piece.seq, cta.rows, cols]
     partial = cta.gmem.partial.at[piece.slot, rows, cols]
     pl.when(piece.whole)(lambda: store(final))

@@ -149,6 +149,6 @@ def _load(cta: Cta, source: Any, ring: Any, stage: jax.Array, i: int) -> None:
 
 def _load_queries(cta: Cta, seq: jax.Array) -> None:
     gmem, smem = cta.gmem, cta.smem
-    into = pl.ds(0, cta.config.stored_rows)
+    into = pl.ds(0, cta.config.tile_rows)
     for source, buffer in ((gmem.q_latent, smem.q_latent), (gmem.q_rope, smem.q_rope)):
         plgpu.copy_gmem_to_smem(source.at[seq, cta.rows], buffer.at[0, into], cta.bar.q_full)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from pallas_kernels.decode_e4m3.config import Config
 from pallas_kernels.decode_e4m3.kernel import decode
-from pallas_kernels.hopper.row_tiles import row_of_slots
 
 
 def launch(
@@ -28,10 +27,9 @@ def launch(
     Returns:
         What `kernel.decode` gives, and the sink of each slot of the row tiles.
     """
-    fold = lambda q: q.reshape(q.shape[0], config.rows, q.shape[-1])
     inputs = {
-        "q_latent": fold(q_latent),
-        "q_rope": fold(q_rope),
+        "q_latent": config.fold(q_latent),
+        "q_rope": config.fold(q_rope),
         "latent": cache.latent,
         "rope": cache.rope,
         # A page's scales are one row.
@@ -42,7 +40,7 @@ def launch(
     }
     sink = None
     if attn_sink is not None:
-        sink = attn_sink.astype(jnp.float32)[row_of_slots(config.rows) % config.num_heads]
+        sink = config.slots(attn_sink.astype(jnp.float32))
         inputs["sink"] = sink
     if run_scale is not None:
         inputs["run_scale"] = run_scale.reshape(1)

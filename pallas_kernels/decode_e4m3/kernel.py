@@ -178,7 +178,7 @@ def _math_wg(wg: int, cta: Cta) -> None:
     half = slice(wg * config.d_half, (wg + 1) * config.d_half)
     half_pairs = slice(half.start // 2, half.stop // 2)
     latent, pairs, _ = cta.views
-    accumulator = (config.d_half // 2, config.stored_rows)
+    accumulator = (config.d_half // 2, config.tile_rows)
 
     def value(stage):
         """This warpgroup's channels of a tile, as operands along the tokens."""
@@ -221,7 +221,7 @@ def _math_wg(wg: int, cta: Cta) -> None:
             _publish(cta, wg, p * down(v_scale, BLOCK_M))
             v_own = value(own) if v_own is None else v_own
             accs = _rescale(cta, wg, accs)
-            p_t = lambda i, j: smem.p.at[i * terms + j + zero, pl.ds(0, config.stored_rows)].T
+            p_t = lambda i, j: smem.p.at[i * terms + j + zero, pl.ds(0, config.tile_rows)].T
             operands = lambda v, i: [[(x, p_t(i, j)) for j in range(terms)] for x in v]
 
             def load_other():
@@ -380,7 +380,7 @@ def _rescale(cta: Cta, wg: int, accs):
 
 def _factors(cta: Cta, wg: int) -> jax.Array:
     """What is in `alpha`, one value per row, for the columns of the output's accumulators."""
-    rows, columns = cta.smem.alpha.at[pl.ds(wg, 1)], cta.config.stored_rows
+    rows, columns = cta.smem.alpha.at[pl.ds(wg, 1)], cta.config.tile_rows
     return fp8.load_columns(rows, columns, interpret=cta.interpret)[0]
 
 
@@ -412,8 +412,8 @@ def _store(cta: Cta, piece: Piece, half: slice, accs, stage: jax.Array | None) -
     latent, _, staging = cta.views
     even, odd = (acc.astype(jnp.dtype(config.dtype)) for acc in accs)
     first_slot = pl.multiple_of(cta.row_tile * BLOCK_M, BLOCK_M)
-    final = gmem.out.at[piece.seq, pl.ds(cta.first_row, config.stored_rows), half]
-    partial = gmem.partial.at[piece.slot, pl.ds(first_slot, config.stored_rows), half]
+    final = gmem.out.at[piece.seq, pl.ds(cta.first_row, config.tile_rows), half]
+    partial = gmem.partial.at[piece.slot, pl.ds(first_slot, config.tile_rows), half]
 
     def to_output(store):
         pl.when(piece.whole)(lambda: store(final))
@@ -424,7 +424,7 @@ def _store(cta: Cta, piece: Piece, half: slice, accs, stage: jax.Array | None) -
         return
     if interpret:  # what was there is lost
         latent[stage] = jnp.full(latent.shape[1:], jnp.nan, latent.dtype)
-    tile = staging.at[stage, pl.ds(0, config.stored_rows)]
+    tile = staging.at[stage, pl.ds(0, config.tile_rows)]
     fp8.stage_transposed(tile, even, odd, config.out_transforms, interpret=interpret)
     plgpu.commit_smem()
     to_output(lambda ref: plgpu.copy_smem_to_gmem(tile, ref))

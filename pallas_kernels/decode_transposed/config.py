@@ -69,7 +69,7 @@ class Config(DecodeConfig):
     @property
     def row_tile(self) -> int:
         """Rows of a CTA, the columns of its accumulators: whole swizzle atoms of 8."""
-        return min(MAX_COLUMNS, -(-self.rows // 8) * 8)
+        return min(MAX_COLUMNS, self.rows)
 
     def half(self, wg: int) -> slice:
         """The channels that math warpgroup `wg` stores."""

@@ -30,16 +30,9 @@ def launch(
     Returns:
         What `kernel.decode` gives, and the sink of each slot of the row tiles.
     """
-    batch = q_latent.shape[0]
     slots = row_of_slots(config.rows, config.row_tile)
     in_tiles = lambda x: x.reshape(*x.shape[:-1], config.row_tiles, config.row_tile)
-    missing = max(config.row_tile - config.rows, 0)
-
-    def fold(q):
-        q = q.reshape(batch, config.rows, q.shape[-1])
-        return jnp.pad(q, ((0, 0), (0, missing), (0, 0))) if missing else q
-
-    q_latent, q_rope = fold(q_latent), fold(q_rope)
+    q_latent, q_rope = config.fold(q_latent), config.fold(q_rope)
     inputs = {}
     if config.in_e4m3:
         q_latent, q_rope, factor = _quantise(config, q_latent, q_rope, run_scale)
@@ -59,7 +52,7 @@ def launch(
     }
     sink = None
     if attn_sink is not None:
-        sink = attn_sink.astype(jnp.float32)[slots % config.num_heads]
+        sink = config.slots(attn_sink.astype(jnp.float32))
         inputs["sink"] = in_tiles(sink)
     return *decode(config, inputs, interpret), sink
 

@@ -21,7 +21,7 @@ from pallas_kernels.hopper.limits import (
     SMEM_ALIGN,
     SMEM_BYTES,
 )
-from pallas_kernels.hopper.row_tiles import num_tiles
+from pallas_kernels.hopper.row_tiles import num_tiles, row_of_slots
 
 PAGE_SIZES = (16, 32, 64, 128)
 D_LATENT = (256, 512)
@@ -54,9 +54,14 @@ class DecodeConfig(abc.ABC):
     """Factor of the scores; None if it is known at run time only, or not positive."""
 
     @property
-    def rows(self) -> int:
+    def query_rows(self) -> int:
         """Folded (query, head) rows of a sequence, the heads of a query together."""
         return self.q_len * self.num_heads
+
+    @property
+    def rows(self) -> int:
+        """`query_rows`, padded to whole swizzle atoms of 8: TMA loads and stores no less."""
+        return -(-self.query_rows // 8) * 8
 
     @property
     def row_tile(self) -> int:
@@ -70,13 +75,18 @@ class DecodeConfig(abc.ABC):
 
     @property
     def tile_rows(self) -> int:
-        """Rows of a tile that are queries."""
+        """Rows of a tile, less those of a CTA that there are too many of for so few rows."""
         return min(self.rows, self.row_tile)
 
-    @property
-    def stored_rows(self) -> int:
-        """`tile_rows` in whole swizzle atoms of 8 rows: what a tile stores."""
-        return -(-self.tile_rows // 8) * 8
+    def fold(self, q: jax.Array) -> jax.Array:
+        """Queries `[batch, q_len, num_heads, d]` as `[batch, rows, d]`."""
+        q = q.reshape(q.shape[0], self.query_rows, q.shape[-1])
+        missing = self.rows - self.query_rows
+        return jnp.pad(q, ((0, 0), (0, missing), (0, 0))) if missing else q
+
+    def slots(self, of_heads: jax.Array) -> jax.Array:
+        """A value for each head as one for each slot of the row tiles (`row_tiles`)."""
+        return of_heads[row_of_slots(self.rows, self.row_tile) % self.num_heads]
 
     @property
     def d_half(self) -> int:
@@ -169,8 +179,8 @@ def launch(
 
     A role is called with `cta(role, gmem, smem, bar, part, row_tile)`.
 
-    Undefined are: rows beyond a sequence's, which `out` has up to a multiple of 8 and the others up
-    to whole tiles; and the partial results of whole sequences.
+    Undefined are: rows beyond a sequence's `query_rows`, which `out` has up to a multiple of 8 and
+    the others up to whole tiles; and the partial results of whole sequences.
     """
     batch = inputs["q_latent"].shape[0]
     num_parts = inputs["parts"].shape[0]
@@ -179,7 +189,7 @@ def launch(
     slots, slot_rows = (2 * num_parts, padded) if num_parts > 1 else (1, config.row_tile)
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     outputs = {
-        "out": array(config.dtype, batch, max(config.rows, config.stored_rows), config.d_latent),
+        "out": array(config.dtype, batch, config.rows, config.d_latent),
         "lse": array("float32", batch, padded),
         "partial": array(config.partial_dtype, slots, slot_rows, config.d_latent),
         "partial_lse2": array("float32", slots, slot_rows),
