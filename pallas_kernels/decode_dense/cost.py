@@ -10,10 +10,6 @@ from pallas_kernels.hopper.gpus import Gpu
 _OPERAND_BYTES = {"fp8_token": 1, "fp8_full": 1}
 """Formats that are multiplied in e4m3; the others in 16 bits."""
 
-TRANSPOSED_ROWS = 0
-"""Rows of queries up to which the transposed schedule is considered where no implementation is
-named; 0 is never. It is to be 32 once its tests have run on a GPU to the end."""
-
 _TILE = 64
 """Tokens of a key tile; rows of queries of a CTA of the dense schedule."""
 
@@ -114,8 +110,6 @@ def transposed_is_faster(gpu: Gpu, *, s_q: int, h: int, format: str) -> bool:
     Where memory bounds both, that with less work for the SMs: the rest of the time goes by while
     loads are awaited, and what does not overlap with them is less.
     """
-    if not 0 < s_q * h <= TRANSPOSED_ROWS:
-        return False
     step = {"b": 128, "s_q": s_q, "h": h, "keys": 4096, "format": format}
     transposed, dense = (schedule_us(gpu, transposed=x, **step) for x in (True, False))
     return transposed < dense

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from mla_jax import mla_decode, plan_decode
-from pallas_kernels.decode_dense import cost
 from tests import inputs, oracle, tolerances
 from tests.kernels import on_hopper
 from tests.kernels.on_hopper import LENS, assert_bitwise_equal, poison_free_memory, sinks
@@ -225,9 +224,8 @@ def test_error_in_fp16_of_very_long_sequences():
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_it_is_what_none_chooses(format, monkeypatch):
+def test_it_is_what_none_chooses(format):
     """For few rows, where it is predicted to be the faster."""
-    monkeypatch.setattr(cost, "TRANSPOSED_ROWS", 32)
     case = decode_case(LENS["split"], h_q=16, s_q=2, format=format)
     found = mla_decode(*case.args, scale=inputs.SCALE, return_lse=True)
     assert_bitwise_equal(found, compiled()(*case.args))
