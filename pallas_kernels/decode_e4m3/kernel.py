@@ -76,8 +76,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_e4m3.config import Config
-from pallas_kernels.formats import E4M3_MAX, MIN_SCALE
-from pallas_kernels.hopper import fp8
+from pallas_kernels.formats import E4M3_MAX
+from pallas_kernels.hopper import fp8, queries
 from pallas_kernels.hopper.decode import launch
 from pallas_kernels.hopper.inline import any_vote, sync_warps, vote
 from pallas_kernels.hopper.layouts import WGMMA_8BIT_ROW, WGMMA_ROW, across, down, full, tiled
@@ -85,7 +85,7 @@ from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M
 from pallas_kernels.hopper.mma import add_dots, dot, dot_after, opaque_zero
 from pallas_kernels.hopper.pieces import Part, Piece
 from pallas_kernels.hopper.row_tiles import first_row
-from pallas_kernels.hopper.softmax import LN2, LOG2E, PairedSoftmax, with_sink
+from pallas_kernels.hopper.softmax import LN2, PairedSoftmax, with_sink
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,15 +280,10 @@ def _quantise_queries(cta: Cta, wg: int, seq) -> jax.Array:
 
     def scale_in(layout):
         one, other = (plgpu.load(smem.row_max.at[i], layout=layout) for i in range(2))
-        return jnp.maximum(jnp.maximum(one, other) * (1 / E4M3_MAX), MIN_SCALE)
+        return queries.row_scale(jnp.maximum(one, other))
 
-    if config.scale is None:
-        # Its sign, or its being 0, goes into the queries: masked scores stay -inf.
-        run_scale = gmem.run_scale[0]
-        sign = jnp.where(run_scale == 0.0, 0.0, jnp.where(run_scale < 0.0, -1.0, 1.0))
-        scale_log2 = jnp.maximum(jnp.abs(run_scale), MIN_SCALE) * LOG2E
-    else:
-        sign, scale_log2 = 1.0, config.scale * LOG2E
+    run_scale = gmem.run_scale[0] if config.scale is None else None
+    sign, size = queries.sign_and_size(config.scale, run_scale)
     inverse = sign / scale_in(WGMMA_8BIT_ROW)
     scaled = lambda x: x.astype(jnp.float32) * across(inverse, x.shape[1])
     store = functools.partial(fp8.store_operand, interpret=cta.interpret)
@@ -297,7 +292,7 @@ def _quantise_queries(cta: Cta, wg: int, seq) -> jax.Array:
     if rope is not None:
         rope = scaled(rope).astype(jnp.dtype(config.rope_dtype))
         store(smem.q_rope.at[0], rope, tiled(config.d_rope, rope.dtype.itemsize))
-    factor = scale_in(WGMMA_ROW) * scale_log2
+    factor = scale_in(WGMMA_ROW) * size
     plgpu.commit_smem()
     plgpu.barrier_arrive(bar.q_ready)  # `row_max` may be overwritten too
     plgpu.barrier_wait(bar.q_ready)

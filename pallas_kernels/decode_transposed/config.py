@@ -57,11 +57,6 @@ class Config(DecodeConfig):
         return E4M3_MAX / (self.p_max * 2.0**self.slack) if self.in_e4m3 else 1.0
 
     @property
-    def partial_dtype(self) -> str:
-        """Of the results of pieces of split sequences."""
-        return "float32"
-
-    @property
     def operand_dtype(self) -> str:
         """Of both products' operands, the rope part of the scores apart."""
         return "float8_e4m3fn" if self.in_e4m3 else self.dtype
@@ -124,6 +119,7 @@ class Config(DecodeConfig):
         if self.in_e4m3:
             scale_row = max(self.page_tokens * self.scales_per_token, SCALE_ROW)
             buffers["k_scale"] = plgpu.SMEM((stages, self.pages_per_tile, scale_row), f32)
+            buffers["q_factor"] = plgpu.SMEM((1, self.row_tile), f32)
         else:
             buffers["staging"] = tile(2, self.row_tile, self.d_half, self.dtype)
         return buffers | {
@@ -136,9 +132,9 @@ class Config(DecodeConfig):
         """The barriers, by name; the kernel's header says who arrives and who waits."""
         stages = self.num_stages
         loads = (3 if self.in_e4m3 else 2) * self.pages_per_tile
+        of_queries = ("q_ready",) if self.in_e4m3 else ("q_full", "q_empty")
         return {
-            "q_full": plgpu.Barrier(num_arrivals=2),
-            "q_empty": plgpu.Barrier(num_arrivals=2),
+            **{name: plgpu.Barrier(num_arrivals=2) for name in of_queries},
             "k_full": plgpu.Barrier(num_barriers=stages, num_arrivals=loads),
             "k_empty": plgpu.Barrier(num_barriers=stages),
             "merge_ready": plgpu.Barrier(num_arrivals=2),

@@ -43,6 +43,10 @@ The maximum of a column is over all four warps of a warpgroup, by way of its own
 From `fp8_token` and `fp8_full` caches both products are of e4m3 operands, as `decode_e4m3` has
 them: V^T goes through registers, P has the tokens' scales in it (`products.py`).
 
+In 16 bits `load_wg` loads the queries too. For e4m3 the math warpgroups load them and quantise each
+row (`hopper.queries`), half of the rows each, while the sequence's first keys are under way; then
+they meet.
+
 Shared memory (bf16, d_latent 512, d_rope 64, 32 rows, 2 stages):
 
     buffer      shape           dtype  stages    KiB
@@ -58,7 +62,7 @@ Shared memory (bf16, d_latent 512, d_rope 64, 32 rows, 2 stages):
     barriers                                       1
     sum                                          224
 
-In e4m3 four stages, k_scale beside them and no staging: 189 KiB (fp8_token).
+In e4m3 four stages, k_scale beside them, q_factor (32 f32) and no staging: 190 KiB (fp8_token).
 
 Registers per thread: 240 (each math warpgroup: 128 accumulator, 16 S, 8 sums, in e4m3 32 V^T), 24
 (load_wg).
@@ -66,15 +70,18 @@ Registers per thread: 240 (each math warpgroup: 128 accumulator, 16 S, 8 sums, i
 Barriers (arrivals x count per phase; each waiter waits for every phase):
 
     name         guards                                   arrives x count        waits
+    q_ready      q_latent, q_rope, q_factor (e4m3)        mma_wg0, mma_wg1 x 1   mma_wg0, mma_wg1
     q_full       q_latent, q_rope filled                  TMA x 2                mma_wg0, mma_wg1
     q_empty      the queries may be replaced              mma_wg0, mma_wg1 x 1   load_wg
     k_full       stage filled                             TMA x 2, 3 per page    mma_wg0, mma_wg1
     k_empty      stage may be refilled                    mma_wg0, mma_wg1       load_wg
     merge_ready  m, l, halves; the last m, l read         mma_wg0, mma_wg1 x 1   mma_wg0, mma_wg1
 
-Of k_full each waits for that of its own stages. k_empty has one arrival, of whom the stage is, or
-after a sequence's last tiles of the other. m and l have room for two sequences: who writes those of
-the next but one has met the other, which then has read these.
+q_ready is there in e4m3 only, q_full and q_empty in 16 bits; in e4m3 who replaces the queries has
+met the other, at merge_ready, which then has read them. Of k_full each waits for that of its own
+stages. k_empty has one arrival, of whom the stage is, or after a sequence's last tiles of the
+other. m and l have room for two sequences: who writes those of the next but one has met the other,
+which then has read these.
 """
 
 import dataclasses
@@ -140,8 +147,8 @@ class Cta:
     def products(self, wg: int) -> In16Bits | InE4m3:
         """The math of warpgroup `wg`."""
         make = InE4m3 if self.config.in_e4m3 else In16Bits
-        of_cta = self.interpret, self.gmem, self.smem, self.views, self.row_index
-        return make(self.config, wg, *of_cta)
+        of_cta = self.gmem, self.smem, self.bar, self.views, self.rows
+        return make(self.config, wg, self.interpret, *of_cta)
 
     def stage(self, tile_count: jax.Array) -> jax.Array:
         """The stage of the ring of the tile that comes after `tile_count` others."""
@@ -176,7 +183,8 @@ def _load_wg(cta: Cta) -> None:
     config, gmem, smem, bar = cta.config, cta.gmem, cta.smem, cta.bar
     page_tokens, per_token = config.page_tokens, config.scales_per_token
 
-    def load_q(seq):
+    def load_q(seq, pieces):
+        pl.when(pieces > 0)(lambda: plgpu.barrier_wait(bar.q_empty))
         for source, buffer in ((gmem.q_latent, smem.q_latent), (gmem.q_rope, smem.q_rope)):
             plgpu.copy_gmem_to_smem(source.at[seq, cta.rows], buffer.at[0], bar.q_full)
 
@@ -211,12 +219,8 @@ def _load_wg(cta: Cta) -> None:
                 lambda: plgpu.barrier_wait(bar.k_empty.at[stage])
             )
             load_tile(piece, tile, stage)
-
-            @pl.when(i == 0)
-            def _():
-                pl.when(pieces > 0)(lambda: plgpu.barrier_wait(bar.q_empty))
-                load_q(piece.seq)
-
+            if not config.in_e4m3:
+                pl.when(i == 0)(lambda: load_q(piece.seq, pieces))
             return carry
 
         count, pieces = lax.fori_loop(0, piece.tiles, load, carry)
@@ -225,7 +229,8 @@ def _load_wg(cta: Cta) -> None:
     count, pieces = cta.part.each_sequence(run, (jnp.int32(0), jnp.int32(0)))
 
     # Await the last releases too: no barrier may have a phase pending when the CTA ends.
-    pl.when(pieces > 0)(lambda: plgpu.barrier_wait(bar.q_empty))
+    if not config.in_e4m3:
+        pl.when(pieces > 0)(lambda: plgpu.barrier_wait(bar.q_empty))
     lax.fori_loop(
         jnp.maximum(count - config.num_stages, 0),
         count,
@@ -254,7 +259,7 @@ def _math_wg(wg: int, cta: Cta) -> None:
             plgpu.barrier_wait(bar.k_full.at[stage])
             zero = jnp.int32(0) if interpret else opaque_zero(piece.seq_len + index)
             s = products.scores(stage, zero)
-            plgpu.barrier_arrive(bar.q_empty, predicate=last)
+            products.release_queries(last)
             s = _mask(cta, live, s)
             # Another warp's wgmma may still read these as keys, whose scores are masked.
             pl.when(live < BLOCK_KV)(lambda: products.zero_dead_tokens(stage, live))
@@ -272,11 +277,10 @@ def _math_wg(wg: int, cta: Cta) -> None:
             return halves, softmax._replace(l=l + own_rows(p, largest=False))
 
         def live():
-            plgpu.barrier_wait(bar.q_full)
-            one = functools.partial(step, factor=products.score_factor(seq))
+            one = functools.partial(step, factor=products.await_queries(seq))
             state = ColumnSoftmax.start(config.row_tile, scaled=config.in_e4m3)
             halves, softmax = lax.fori_loop(0, share.tiles, one, (products.zeros(), state))
-            pl.when(share.tiles == 0)(lambda: plgpu.barrier_arrive(bar.q_empty))
+            products.release_queries(share.tiles == 0)
             _finish(cta, wg, count, pieces, cta.part.piece(seq), halves, softmax)
 
         def empty():
@@ -387,15 +391,15 @@ def _take(cta: Cta, ref, stage, shape: tuple[int, int]) -> jax.Array:
 
 def _store(cta: Cta, wg: int, piece: Piece, half: Any) -> None:
     """Store a normalised half: final for a whole sequence, else partial."""
-    gmem, channels, products = cta.gmem, cta.config.half(wg), cta.products(wg)
+    gmem, channels = cta.gmem, cta.config.half(wg)
+    final = gmem.out.at[piece.seq, cta.rows, channels]
+    partial = gmem.partial.at[piece.slot, cta.padded_rows, channels]
 
-    @pl.when(piece.whole)
-    def _():
-        products.store_final(gmem.out.at[piece.seq, cta.rows, channels], half)
+    def to_output(store):
+        pl.when(piece.whole)(lambda: store(final))
+        pl.when(jnp.logical_not(piece.whole))(lambda: store(partial))
 
-    @pl.when(jnp.logical_not(piece.whole))
-    def _():
-        products.store_partial(gmem.partial.at[piece.slot, cta.padded_rows, channels], half)
+    cta.products(wg).store(half, to_output)
 
 
 def _store_lse(cta: Cta, piece: Piece, lse2: jax.Array) -> None:

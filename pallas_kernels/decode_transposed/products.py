@@ -8,6 +8,7 @@ the tokens' scales in it, to shared memory in the order of tokens that this brin
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_transposed.config import Config
-from pallas_kernels.hopper import columns, fp8
+from pallas_kernels.hopper import columns, fp8, queries
 from pallas_kernels.hopper.inline import zero_rows
 from pallas_kernels.hopper.layouts import WGMMA_ROW, across, full, tiled
 from pallas_kernels.hopper.limits import BLOCK_KV
@@ -27,6 +28,9 @@ from pallas_kernels.hopper.softmax import LOG2E
 
 Half = tuple[jax.Array, ...]
 """The accumulators of half an output's channels."""
+
+ToOutput = Callable[[Callable[[Any], None]], None]
+"""Calls its argument with the place where half an output goes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +42,11 @@ class Products:
     interpret: bool
     gmem: SimpleNamespace
     smem: SimpleNamespace
+    bar: SimpleNamespace
     views: SimpleNamespace
     """The ring as `latent`, `exchange` and, in e4m3, `pairs`."""
-    row_index: Any
+    rows: Any
+    """Of the CTA, among those of a sequence: a slice."""
 
     def zeros(self) -> tuple[Half, Half]:
         """An output of which nothing is there yet."""
@@ -63,10 +69,16 @@ class Products:
 class In16Bits(Products):
     """bf16 and f16 caches."""
 
-    def score_factor(self, seq) -> jax.Array | float:
-        """By what the scores are multiplied, base 2 included; positive."""
+    def await_queries(self, seq) -> jax.Array | float:
+        """Until they are in shared memory; by what the scores are multiplied, base 2 included;
+        positive."""
         del seq
+        plgpu.barrier_wait(self.bar.q_full)
         return 1.0 if self.config.scale is None else self.config.scale * LOG2E
+
+    def release_queries(self, last) -> None:
+        """If these scores are the last, the next queries may be loaded."""
+        plgpu.barrier_arrive(self.bar.q_empty, predicate=last)
 
     def scores(self, stage, zero) -> jax.Array:
         """S^T, less `score_factor`."""
@@ -99,27 +111,47 @@ class In16Bits(Products):
         del scale
         return halves
 
-    def store_final(self, ref, half: Half) -> None:
-        """Store a normalised half, transposed, in 16 bits."""
+    def store(self, half: Half, to_output: ToOutput) -> None:
+        """Store a normalised half, transposed."""
         (acc,) = half
         staging = self.smem.staging.at[self.wg]
         staging.T[...] = acc.astype(jnp.dtype(self.config.dtype))
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staging, ref)
+        to_output(functools.partial(plgpu.copy_smem_to_gmem, staging))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    def store_partial(self, ref, half: Half) -> None:
-        """Store a normalised half, transposed, in float32."""
-        columns.store_turned(ref, *half, interpret=self.interpret)
 
 
 class InE4m3(Products):
     """`fp8_token` and `fp8_full` caches."""
 
-    def score_factor(self, seq) -> jax.Array | float:
-        """By what the scores are multiplied, base 2 included; positive."""
-        factor = self.gmem.q_factor.at[seq, pl.ds(self.row_index, 1)]
-        return fp8.load_columns(factor, self.config.row_tile, interpret=self.interpret)[0]
+    def await_queries(self, seq) -> jax.Array | float:
+        """Quantise this warpgroup's rows, and wait for the other's; by what the scores are
+        multiplied, base 2 included; positive."""
+        config, gmem, smem, interpret = self.config, self.gmem, self.smem, self.interpret
+        run_scale = gmem.run_scale[0] if config.scale is None else None
+        sign, size = queries.sign_and_size(config.scale, run_scale)
+        rope_dtype = jnp.dtype(config.rope_dtype)
+        own = range(self.wg * queries.ROWS, config.row_tile, 2 * queries.ROWS)
+        # All are on their way before the first is waited for.
+        loaded = []
+        for first in own:
+            rows = pl.ds(self.rows.start + first, queries.ROWS)
+            sources = gmem.q_latent.at[seq, rows], gmem.q_rope.at[seq, rows]
+            loaded.append([queries.load(source, interpret=interpret) for source in sources])
+        for first, (latent, rope) in zip(own, loaded, strict=True):
+            rows = pl.ds(first, queries.ROWS)
+            latent, rope, scale = queries.quantise(latent, rope, sign, rope_dtype)
+            for buffer, values in ((smem.q_latent, latent), (smem.q_rope, rope)):
+                transforms = tiled(buffer.shape[2], values.dtype.itemsize)
+                queries.store(buffer.at[0, rows], values, transforms, interpret=interpret)
+            queries.store_values(smem.q_factor.at[0, rows], scale * size, interpret=interpret)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.bar.q_ready)
+        plgpu.barrier_wait(self.bar.q_ready)
+        return fp8.load_columns(smem.q_factor, config.row_tile, interpret=interpret)[0]
+
+    def release_queries(self, last) -> None:
+        """Nothing: the next ones replace them after the meeting at the sequence's end."""
 
     def _token_scales(self, stage) -> tuple[jax.Array, ...]:
         """Of the latent and, if it has its own, of the rope key; one per row of S^T."""
@@ -190,11 +222,7 @@ class InE4m3(Products):
         factor = scale * (1 / self.config.p_max)
         return jax.tree.map(lambda acc: acc * factor, halves)
 
-    def store_final(self, ref, half: Half) -> None:
-        """Store a normalised half, transposed, in 16 bits: eight lanes one sector of 32 bytes."""
+    def store(self, half: Half, to_output: ToOutput) -> None:
+        """Store a normalised half, transposed: eight lanes one sector of 32 bytes."""
         even, odd = (acc.astype(jnp.dtype(self.config.dtype)) for acc in half)
-        fp8.store_transposed(ref, even, odd, interpret=self.interpret)
-
-    def store_partial(self, ref, half: Half) -> None:
-        """Store a normalised half, transposed, in float32."""
-        fp8.store_transposed(ref, *half, interpret=self.interpret)
+        to_output(lambda ref: fp8.store_transposed(ref, even, odd, interpret=self.interpret))

@@ -277,34 +277,6 @@ def take(ref: Any, shape: tuple[int, int], *, interpret: bool) -> jax.Array:
     return load(ref)
 
 
-def store_turned(ref: Any, tile: jax.Array, *, interpret: bool) -> None:
-    """Store a float32 accumulator tile `[columns, rows]` as `ref [rows, columns]` in global
-    memory: eight lanes one sector of 32 bytes."""
-    if interpret:
-        ref[...] = tile.T
-        return
-
-    @inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))
-    def store(ctx, ref, tile):
-        del ctx
-        f32 = ir.F32Type.get()
-        (row_stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
-        warp, lane = warp_and_lane()
-        row = arith.muli(arith.andi(lane, const(3)), const(2))
-        column = arith.addi(arith.muli(warp, const(16)), arith.shrui(lane, const(2)))
-        at = arith.addi(arith.muli(row, const(row_stride)), column)
-        first = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [at], f32)
-        blocks, groups = tile.shape[0] // 64, tile.shape[1] // 8
-        registers = tile.registers.reshape(blocks, groups, 2)
-        for block, group, half in np.ndindex(registers.shape):
-            for i in range(2):
-                offset = (8 * group + i) * row_stride + 64 * block + 8 * half
-                value = extract(registers[block, group, half], i)
-                llvm.store(value, mgpu_utils.getelementptr(first, [offset], f32))
-
-    store(ref, tile)
-
-
 def _own_place(ref: ir.Value) -> ir.Value:
     """Where this thread's first four float32 lie in `give`'s buffer."""
     warp, lane = warp_and_lane()

@@ -114,11 +114,6 @@ class DecodeConfig(abc.ABC):
         return FORMATS[self.cache_format].num_scales(self.d_latent)
 
     @property
-    def partial_dtype(self) -> str:
-        """Of the results of pieces of split sequences."""
-        return self.dtype
-
-    @property
     def registers(self) -> tuple[int, int, int]:
         """Per thread of the two math warpgroups and of the one that loads; their sum is 3 x 168,
         what a CTA of 384 threads starts with."""
@@ -191,7 +186,7 @@ def launch(
     outputs = {
         "out": array(config.dtype, batch, config.rows, config.d_latent),
         "lse": array("float32", batch, padded),
-        "partial": array(config.partial_dtype, slots, slot_rows, config.d_latent),
+        "partial": array(config.dtype, slots, slot_rows, config.d_latent),
         "partial_lse2": array("float32", slots, slot_rows),
     }
     smem, bars = config.smem(bool(interpret)), config.barriers()

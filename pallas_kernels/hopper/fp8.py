@@ -391,8 +391,8 @@ def zero_rows(ref: Any, first: jax.Array, transforms: Any, *, interpret: bool) -
 
 
 def store_transposed(ref: Any, even: jax.Array, odd: jax.Array, *, interpret: bool) -> None:
-    """Store `[columns / 2, rows]` accumulator tiles of the even and the odd columns, of the
-    ref's dtype, as its `[rows, columns]`, in global memory."""
+    """Store 16-bit `[columns / 2, rows]` accumulator tiles of the even and the odd columns as
+    `ref [rows, columns]` in global memory."""
     if interpret:
         ref[...] = _interleave(even, odd)
         return
@@ -466,17 +466,10 @@ def _words(even: FragmentedArray, odd: FragmentedArray):
     value."""
     blocks, groups = even.shape[0] // 64, even.shape[1] // 8
     evens, odds = ([*x.registers.reshape(-1)] for x in (even, odd))
-    pair_type = ir.VectorType.get((2,), even.mlir_dtype)
     i32 = ir.IntegerType.get_signless(32)
     for at, pair in zip(np.ndindex(blocks, groups, 2), zip(evens, odds, strict=True), strict=True):
-        if mgpu_utils.bitwidth(even.mlir_dtype) == 32:
-            words = [
-                vector.from_elements(pair_type, [_extract(x, i) for x in pair]) for i in range(2)
-            ]
-        else:
-            low, high = (mgpu_utils.bitcast(x, i32) for x in pair)
-            words = [mgpu_utils.prmt(low, high, _const(c)) for c in (0x5410, 0x7632)]
-        yield at, words
+        low, high = (mgpu_utils.bitcast(x, i32) for x in pair)
+        yield at, [mgpu_utils.prmt(low, high, _const(c)) for c in (0x5410, 0x7632)]
 
 
 def _row_places(ref: ir.Value) -> list[ir.Value]:

@@ -13,7 +13,7 @@ from jaxlib.mlir.dialects import arith
 from pallas_kernels.hopper import columns, fp8
 from pallas_kernels.hopper.layouts import WGMMA, WGMMA_COLUMN
 from tests.kernels import addresses
-from tests.kernels.addresses import LANE, WARP, accumulator, array, permuted, swizzled
+from tests.kernels.addresses import LANE, WARP, array, permuted, swizzled
 
 
 @pytest.fixture(autouse=True)
@@ -114,26 +114,6 @@ def test_what_is_given_is_taken(shape, monkeypatch):
             (first, at), (second, following) = leaves(pair, set(took.loads))
             assert first == second and (at, following) == (2 * half, 2 * half + 1)
             np.testing.assert_array_equal(took.loads[first][0], address)
-
-
-@pytest.mark.parametrize("shape", [(256, 32), (128, 8)])
-def test_store_turned(shape, monkeypatch):
-    channels, rows = shape
-    tile = array(WGMMA, shape, "f32", 2)
-    ref = ((rows, channels), "f32", [512, 1])
-    built = build(
-        monkeypatch, lambda: columns.store_turned(None, None, interpret=False), (ref, tile)
-    )
-    registers = built.arguments[1].registers.reshape(channels // 64, rows // 8, 2)
-    written = np.zeros(shape, int)
-    stores = iter(built.stores)
-    for at, channel, row in accumulator(shape):
-        for i in range(2):
-            value, address, _ = next(stores)
-            assert leaves(value, set(registers.flat)) == [(registers[at], i)]
-            np.testing.assert_array_equal(address, 4 * ((row + i) * 512 + channel))
-            written[channel, row + i] += 1
-    assert (written == 1).all()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,152 @@
+"""Queries in e4m3: each row is divided by a scale of its own, which its scores are multiplied by.
+
+A factor of the scores that is known at run time only may be negative or 0. That part of it goes
+into the queries: masked scores stay -inf.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import FragmentedArray
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+
+from pallas_kernels.formats import E4M3_MAX, MIN_SCALE
+from pallas_kernels.hopper.fp8 import tile_strides
+from pallas_kernels.hopper.inline import inline_mgpu
+from pallas_kernels.hopper.layouts import across
+from pallas_kernels.hopper.softmax import LOG2E
+from pallas_kernels.hopper.threads import const, warp_and_lane
+
+WARPS = 4
+ROWS = 8
+"""Rows that a warpgroup quantises together, two of each warp; those of a swizzle atom."""
+
+
+def row_scale(amax: jax.Array) -> jax.Array:
+    """The scale of rows whose largest magnitude is `amax`."""
+    return jnp.maximum(amax * (1 / E4M3_MAX), MIN_SCALE)
+
+
+def sign_and_size(scale: float | None, run_scale: jax.Array | None) -> tuple[Any, Any]:
+    """The sign of the scores' factor, and its size, base 2 included: that of `scale`, or if that is
+    not given of `run_scale`."""
+    if scale is not None:
+        return 1.0, scale * LOG2E
+    sign = jnp.where(run_scale == 0.0, 0.0, jnp.where(run_scale < 0.0, -1.0, 1.0))
+    return sign, jnp.maximum(jnp.abs(run_scale), MIN_SCALE) * LOG2E
+
+
+def load(ref: Any, *, interpret: bool) -> jax.Array:
+    """`ROWS` rows in global memory, as `quantise` takes them."""
+    if interpret:
+        return ref[...]
+    rows, columns = ref.shape
+    result = plgpu.ShapeDtypeStruct(ref.shape, ref.dtype, layout=_layout(columns))
+
+    @inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def load_rows(ctx, ref):
+        del ctx
+        element = ir.MemRefType(ref.type).element_type
+        (row_stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
+        layout, vector = _layout(columns).to_mgpu(), _vector(columns)
+        several = ir.VectorType.get((vector,), element)
+        warp, lane = warp_and_lane()
+        at = arith.addi(arith.muli(warp, const(row_stride)), arith.muli(lane, const(vector)))
+        first = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [at], element)
+        registers = np.empty((rows // WARPS, columns // (32 * vector)), dtype=object)
+        for i, j in np.ndindex(registers.shape):
+            place = [i * WARPS * row_stride + j * 32 * vector]
+            at = mgpu_utils.getelementptr(first, place, element)
+            registers[i, j] = llvm.load(several, at)
+        registers = registers.reshape(layout.registers_shape((rows, columns)))
+        return FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return load_rows(ref)
+
+
+def quantise(
+    latent: jax.Array, rope: jax.Array, sign: Any, rope_dtype: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`ROWS` rows of queries, quantised, and the scale of each: that of its latent part, which
+    becomes e4m3, or, if the rope part does so too, of both."""
+    latent, rope = (x.astype(jnp.float32) for x in (latent, rope))
+    largest = lambda x: jnp.abs(x).max(axis=1)
+    amax, e4m3 = largest(latent), jnp.dtype(jnp.float8_e4m3fn)
+    if rope_dtype == e4m3:
+        amax = jnp.maximum(amax, largest(rope))
+    scale = row_scale(amax)
+    inverse = sign / scale
+    scaled = lambda x, dtype: (x * across(inverse, x.shape[1])).astype(dtype)
+    return scaled(latent, e4m3), scaled(rope, rope_dtype), scale
+
+
+def store(ref: Any, values: jax.Array, transforms: Any, *, interpret: bool) -> None:
+    """Store `ROWS` quantised rows to a tile in shared memory that wgmma reads."""
+    if interpret:
+        ref[...] = values
+        return
+    layout = _layout(values.shape[1])
+
+    @inline_mgpu(arg_types=(plgpu.RefType(transforms), layout))
+    def store_rows(ctx, ref, values):
+        del ctx
+        i8 = ir.IntegerType.get_signless(8)
+        _, column_tile_bytes, row_bytes = tile_strides(ref)
+        bits = mgpu_utils.bitwidth(values.registers.flat[0].type)
+        warp, lane = warp_and_lane()
+        in_row = arith.muli(lane, const(bits // 8))
+        tile = arith.shrui(in_row, const(row_bytes.bit_length() - 1))
+        tile = arith.muli(tile, const(column_tile_bytes))
+        in_tile = arith.andi(in_row, const(row_bytes - 1))
+        base = mgpu_utils.memref_ptr(ref)
+        registers = values.registers.reshape(values.shape[0] // WARPS, -1)
+        for i, of_row in enumerate(registers):
+            row = arith.muli(arith.addi(warp, const(WARPS * i)), const(row_bytes))
+            # Chunks of 16 bytes trade places within a row, by the 128 bytes that the row lies in.
+            swizzle = arith.andi(arith.shrui(row, const(7)), const(row_bytes // 16 - 1))
+            place = arith.xori(in_tile, arith.muli(swizzle, const(16)))
+            at = arith.addi(tile, arith.addi(row, place))
+            first = mgpu_utils.getelementptr(base, [at], i8)
+            for j, several in enumerate(of_row):
+                # LLVM has no vectors of 8-bit floats.
+                word = mgpu_utils.bitcast(several, ir.IntegerType.get_signless(bits))
+                offset = j * (4 * bits // row_bytes) * column_tile_bytes
+                llvm.store(word, mgpu_utils.getelementptr(first, [offset], i8))
+
+    store_rows(ref, values)
+
+
+def store_values(ref: Any, values: jax.Array, *, interpret: bool) -> None:
+    """Store one float32 for each of `ROWS` rows to shared memory. All lanes store the same."""
+    if interpret:
+        ref[...] = values
+        return
+
+    @inline_mgpu(arg_types=(plgpu.RefType(), _layout(256).reduce(1)))
+    def store_rows(ctx, ref, values):
+        del ctx
+        f32 = ir.F32Type.get()
+        warp, _ = warp_and_lane()
+        first = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [warp], f32)
+        for i, value in enumerate(values.registers.flat):
+            llvm.store(value, mgpu_utils.getelementptr(first, [WARPS * i], f32))
+
+    store_rows(ref, values)
+
+
+def _vector(columns: int) -> int:
+    """Neighbouring columns of a lane."""
+    return min(8, columns // 32)
+
+
+def _layout(columns: int) -> Any:
+    """Of `[ROWS, columns]`: a row is a warp's, so that its largest value is found by shuffles
+    alone."""
+    vector = _vector(columns)
+    tiling = plgpu.Tiling(((WARPS, 32 * vector), (vector,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
