@@ -6,6 +6,9 @@ many SMs and many short ones share one (the idea of stream-K, arXiv:2301.03598, 
 scheduler; here without a sequential loop).
 """
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
@@ -45,30 +48,42 @@ def divide(
     batch = tiles.shape[0]
     # No length, however wild, may make the sum overflow.
     tiles = jnp.minimum(tiles, (2**31 - 1) // batch - SEQUENCE_COST - num_parts)
-    end = jnp.cumsum(tiles + SEQUENCE_COST)
-    begin = end - tiles - SEQUENCE_COST
-    share = jnp.maximum(-(-end[-1] // num_parts), MIN_PIECE)
-    goal = jnp.minimum(jnp.arange(num_parts + 1) * share, end[-1])
-    seq = _count_up_to(end, goal)
     # One more, empty, sequence: the cuts behind the last one fall on its start.
-    begin = jnp.append(begin, end[-1])
     tiles = jnp.append(tiles, 0)
-
-    def cut(at_end, tile):
-        return jnp.where(at_end, seq + 1, seq), jnp.where(at_end, 0, tile)
+    costs = jnp.cumsum(tiles + SEQUENCE_COST) - tiles - SEQUENCE_COST
 
     def longest(cut_seq, cut_tile):
         """Cost of the longest part; a part that starts inside a sequence pays for starting it
         again."""
-        cost = begin[cut_seq] + jnp.where(cut_tile > 0, SEQUENCE_COST + cut_tile, 0)
+        cost = costs[cut_seq] + jnp.where(cut_tile > 0, SEQUENCE_COST + cut_tile, 0)
         return jnp.max(jnp.diff(cost) + jnp.where(cut_tile[:-1] > 0, SEQUENCE_COST, 0))
 
-    tile = jnp.clip(goal - begin[seq] - SEQUENCE_COST, 0, tiles[seq])
-    rest = tiles[seq] - tile
-    whole = cut(tile > rest, 0)
-    split = cut((rest < MIN_PIECE) & (tile >= MIN_PIECE), jnp.where(tile < MIN_PIECE, 0, tile))
-    keep_whole = longest(*whole) <= longest(*split) + COMBINE_COST
-    cut_seq, cut_tile = (jnp.where(keep_whole, w, s) for w, s in zip(whole, split, strict=True))
+    def cut_line(sequence_cost):
+        """Cuts of the line on which a sequence is so much longer than its tiles: between sequences
+        only, and within them too; each with the cost of its longest part."""
+        end = jnp.cumsum(tiles[:-1] + sequence_cost)
+        begin = jnp.append(0, end)
+        share = jnp.maximum(-(-end[-1] // num_parts), MIN_PIECE)
+        goal = jnp.minimum(jnp.arange(num_parts + 1) * share, end[-1])
+        # Sequences of no length at the line's start are the first part's.
+        seq = _count_up_to(end, goal).at[0].set(0)
+
+        def cut(at_end, tile):
+            cuts = jnp.where(at_end, seq + 1, seq), jnp.where(at_end, 0, tile)
+            return longest(*cuts), cuts
+
+        tile = jnp.clip(goal - begin[seq] - sequence_cost, 0, tiles[seq])
+        rest = tiles[seq] - tile
+        near_end = (rest < MIN_PIECE) & (tile >= MIN_PIECE)
+        return cut(tile > rest, 0), cut(near_end, jnp.where(tile < MIN_PIECE, 0, tile))
+
+    # Shares of the cost are equal but for whole tiles; where they are small, those of the tiles
+    # alone may be better.
+    whole, split = cut_line(SEQUENCE_COST)
+    _, of_tiles = cut_line(0)
+    choose = lambda condition, a, b: jax.tree.map(functools.partial(jnp.where, condition), a, b)
+    split = choose(of_tiles[0] < split[0], of_tiles, split)
+    cut_seq, cut_tile = choose(whole[0] <= split[0] + COMBINE_COST, whole[1], split[1])
 
     seq, tile, end_seq = cut_seq[:-1], cut_tile[:-1], cut_seq[1:]
     ends_split = jnp.cumsum((tile > 0) & (end_seq > seq))
