@@ -37,6 +37,7 @@ def sign_and_size(scale: float | None, run_scale: jax.Array | None) -> tuple[Any
     not given of `run_scale`."""
     if scale is not None:
         return 1.0, scale * LOG2E
+    assert run_scale is not None
     sign = jnp.where(run_scale == 0.0, 0.0, jnp.where(run_scale < 0.0, -1.0, 1.0))
     return sign, jnp.maximum(jnp.abs(run_scale), MIN_SCALE) * LOG2E
 
