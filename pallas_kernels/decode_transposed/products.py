@@ -70,8 +70,8 @@ class In16Bits(Products):
     """bf16 and f16 caches."""
 
     def await_queries(self, seq) -> jax.Array | float:
-        """Until they are in shared memory; by what the scores are multiplied, base 2 included;
-        positive."""
+        """Wait until they are in shared memory; by what the scores are to be multiplied, base 2
+        included; positive."""
         del seq
         plgpu.barrier_wait(self.bar.q_full)
         return 1.0 if self.config.scale is None else self.config.scale * LOG2E
@@ -81,7 +81,7 @@ class In16Bits(Products):
         plgpu.barrier_arrive(self.bar.q_empty, predicate=last)
 
     def scores(self, stage, zero) -> jax.Array:
-        """S^T, less `score_factor`."""
+        """S^T, less the factor that `await_queries` gives."""
         (s,) = self._products(stage, zero, (("latent", "rope"),))
         return s if self.config.scale is not None else s * (self.gmem.run_scale[0] * LOG2E)
 
@@ -125,7 +125,7 @@ class InE4m3(Products):
     """`fp8_token` and `fp8_full` caches."""
 
     def await_queries(self, seq) -> jax.Array | float:
-        """Quantise this warpgroup's rows, and wait for the other's; by what the scores are
+        """Quantise this warpgroup's rows, wait for the other's; by what the scores are to be
         multiplied, base 2 included; positive."""
         config, gmem, smem, interpret = self.config, self.gmem, self.smem, self.interpret
         run_scale = gmem.run_scale[0] if config.scale is None else None
@@ -163,7 +163,7 @@ class InE4m3(Products):
         )
 
     def scores(self, stage, zero) -> jax.Array:
-        """S^T, less `score_factor`."""
+        """S^T, less the factor that `await_queries` gives."""
         apart = self.config.scales_per_token > 1
         groups = (("latent",), ("rope",)) if apart else (("latent", "rope"),)
         products = self._products(stage, zero, groups)
