@@ -107,7 +107,6 @@ def busy(costs, share=0.5):
         ([4096] * 128, 128),
         ([300, 40_000] * 40, 16),
         ([1024] * 16, 16),
-        ([0] * 3 + [1024] * 16 + [0], 16),
     ],
     ids=lambda value: f"{len(value)} sequences" if isinstance(value, list) else f"{value} rows",
 )
