@@ -79,17 +79,15 @@ def merge(
         first = lax.axis_index("cta") * WARPGROUPS + lax.axis_index("wg")
 
         def merge_of(item):
-            """What the list says of the item's merge: sequence, -1 if there is none, first slot,
-            the others' first, pieces."""
+            """The item's row in the list of merges, and whether there is one."""
             merge = lax.div(item, jnp.int32(items_of_merge))
             in_list = jnp.minimum(merge, num_parts - 1)
-            columns_of_merge = (MERGE_SEQ, MERGE_SLOT, MERGE_REST, MERGE_PIECES)
-            seq, *others = (gmem.parts[in_list, i] for i in columns_of_merge)
-            return jnp.where(merge < num_parts, seq, -1), *others
+            return in_list, (merge < num_parts) & (gmem.parts[in_list, MERGE_SEQ] >= 0)
 
-        def run(carry):
-            item, (seq, first_slot, rest, pieces) = carry
-            following = merge_of(item + workers)  # on its way while this one is merged
+        def run(item):
+            merge, _ = merge_of(item)
+            columns_of_merge = (MERGE_SEQ, MERGE_SLOT, MERGE_REST, MERGE_PIECES)
+            seq, first_slot, rest, pieces = (gmem.parts[merge, i] for i in columns_of_merge)
             of_merge = lax.rem(item, jnp.int32(items_of_merge))
             part, group = lax.div(of_merge, jnp.int32(groups)), lax.rem(of_merge, jnp.int32(groups))
             row = group * GROUP
@@ -143,9 +141,9 @@ def merge(
             merge_part = functools.partial(merge_columns, part_columns, narrow, BATCH_OF_MANY)
             pl.when(few & (part == 0))(merge_all)
             pl.when(jnp.logical_not(few))(merge_part)
-            return item + workers, following
+            return item + workers
 
-        lax.while_loop(lambda carry: carry[1][0] >= 0, run, (first, merge_of(first)))
+        lax.while_loop(lambda item: merge_of(item)[1], run, first)
 
     mesh = plgpu.Mesh(
         grid=(num_sms * CTAS_PER_SM,),
