@@ -159,6 +159,7 @@ def run(
     calls: int,
     memory: bool,
     output: Path | None,
+    picture: Path | None = None,
     limit_s: float,
 ) -> int:
     """Measure everything, print the table; the exit code."""
@@ -208,6 +209,10 @@ def run(
                 say(f"{row['us']:.1f} us ({time.perf_counter() - start:.1f} s)", done=True)
     if rows:
         report.show(rows, ceilings)
+        if len({shape.s_k for shape in shapes}) > 2:
+            report.show_by_length(rows)
+        if picture is not None:
+            report.plot_by_length(rows, picture)
         console.say(f"{about['device']}, driver {about['driver']}, JAX {about['jax']}: {output}")
     for _, fault in faults:
         console.note(fault)
@@ -274,6 +279,15 @@ def main(
             show_default=False,
         ),
     ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot",
+            metavar="FILE",
+            help="Draw TFLOPS against context length there.",
+            show_default=False,
+        ),
+    ] = None,
     limit: Annotated[float, typer.Option(metavar="SECONDS", help="Longest time for a row.")] = 120,
 ) -> None:
     """Check and time dense decode on a Hopper GPU."""
@@ -288,6 +302,7 @@ def main(
             calls=50 if quick else 200,
             memory=not quick,
             output=output,
+            picture=picture,
             limit_s=limit,
         )
     except console.UserError as error:

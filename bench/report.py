@@ -1,6 +1,7 @@
 """Tables of results."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from bench import records
 from bench.shapes import GOALS, Shape
@@ -84,3 +85,56 @@ def show(rows: Sequence[records.Row], ceilings: Gpu) -> None:
         f"8192^3) and {ceilings.tbs:.2f} TB/s. ratio: {PEER}'s time over ours, cold / warm; its "
         f"cold figures hold about 4.7 us of event overhead."
     )
+
+
+def show_by_length(rows: Sequence[records.Row]) -> None:
+    """Print TFLOPS, a line for each batch and context length, a column for each implementation: the
+    table of the ETAP paper (arXiv:2506.01969)."""
+    lines: dict[tuple[int, int], dict[str, float]] = {}
+    for row in rows:
+        lines.setdefault((row["b"], row["s_k"]), {})[_series(row)] = row["tflops"]
+    names = list(dict.fromkeys(map(_series, rows)))
+    columns = (("sequences", "right"), ("tokens", "right"), *((name, "right") for name in names))
+    console.say()
+    console.table(
+        columns,
+        [
+            (f"{b}", f"{s_k}", *(number(line.get(n)) for n in names))
+            for (b, s_k), line in lines.items()
+        ],
+    )
+    console.say()
+    console.say("TFLOPS of the kernels, L2 cleared before each call.")
+
+
+def plot_by_length(rows: Sequence[records.Row], file: Path) -> None:
+    """TFLOPS against context length, a panel for each batch, a line for each implementation."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    batches = sorted({row["b"] for row in rows})
+    figure, panels = plt.subplots(
+        1, len(batches), figsize=(5 * len(batches), 3.6), sharey=True, squeeze=False
+    )
+    for panel, b in zip(panels[0], batches, strict=True):
+        for name in dict.fromkeys(map(_series, rows)):
+            points = sorted(
+                (row["s_k"], row["tflops"]) for row in rows if (row["b"], _series(row)) == (b, name)
+            )
+            if points:
+                panel.semilogx(*zip(*points, strict=True), base=2, marker=".", label=name)
+        panel.set_title(f"{b} sequences")
+        panel.set_xlabel("tokens in the context")
+        panel.grid(alpha=0.3)
+    panels[0][0].set_ylabel("TFLOPS")
+    panels[0][-1].legend(fontsize=8)
+    figure.tight_layout()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file)
+    plt.close(figure)
+
+
+def _series(row: records.Row) -> str:
+    return f"{row['implementation']}, {row['format']}"

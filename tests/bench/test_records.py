@@ -110,3 +110,17 @@ def test_table(capsys):
         assert text in first, text
     assert "FlashMLA" not in second and "216" not in second
     assert "L2 cleared" in legend
+
+
+def test_table_and_picture_by_length(tmp_path, capsys):
+    rows = [
+        {**row(), "b": b, "s_k": s_k, "implementation": name, "tflops": tflops}
+        for b in (16, 32)
+        for s_k, tflops in ((512, 10.0), (1024, 20.0))
+        for name in ("mosaic", "mosaic_transposed")
+    ]
+    report.show_by_length(rows[:-1])  # one was left out
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["16", "512", "10.0", "10.0"] in lines and ["32", "1024", "20.0"] in lines
+    report.plot_by_length(rows[:-1], tmp_path / "a" / "tflops.png")
+    assert (tmp_path / "a" / "tflops.png").read_bytes().startswith(b"\x89PNG")
