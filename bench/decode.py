@@ -19,7 +19,7 @@ import typer
 
 from bench import baselines, inputs, measure, options, records, report
 from bench.progress import progress
-from bench.shapes import SETS, Shape
+from bench.shapes import GOALS, SETS, Shape
 from mla_jax import mla_decode, plan_decode
 from mla_jax.cli import console
 from pallas_kernels.formats import FORMATS
@@ -151,9 +151,8 @@ def watchdog(what: str, seconds: float) -> Iterator[None]:
 
 
 def run(
-    shapes: Sequence[Shape],
+    steps: Sequence[tuple[Shape, str]],
     *,
-    formats: Sequence[str],
     implementations: Sequence[str],
     iterations: int,
     calls: int,
@@ -162,16 +161,16 @@ def run(
     picture: Path | None = None,
     limit_s: float,
 ) -> int:
-    """Measure everything, print the table; the exit code."""
+    """Measure all steps, each a shape and a cache format, print the table; the exit code."""
     measure.require_gpu()
     about = {**measure.about(), "protocol": _protocol()}
     output = output or records.RESULTS / f"{records.slug(about['device'])}.json"
     with console.input_errors():
         records.read(output)
-    jobs = [(s, f, i) for s in shapes for f in formats for i in implementations]
+    jobs = [(*step, implementation) for step in steps for implementation in implementations]
     rows, faults = [], []
-    with progress(len(jobs) + 1) as step:
-        step("ceilings")
+    with progress(len(jobs) + 1) as begin:
+        begin("ceilings")
         with watchdog("measuring the ceilings", limit_s):
             ceilings = measure.ceilings()
         about["ceilings"] = {
@@ -180,7 +179,7 @@ def run(
         }
         for shape, format, implementation in jobs:
             name = f"{shape} {format} {implementation}"
-            say = step(name)
+            say = begin(name)
             start = time.perf_counter()
             try:
                 with watchdog(name, limit_s):
@@ -209,7 +208,7 @@ def run(
                 say(f"{row['us']:.1f} us ({time.perf_counter() - start:.1f} s)", done=True)
     if rows:
         report.show(rows, ceilings)
-        if len({shape.s_k for shape in shapes}) > 2:
+        if len({shape.s_k for shape, _ in steps}) > 2:
             report.show_by_length(rows)
         if picture is not None:
             report.plot_by_length(rows, picture)
@@ -295,8 +294,11 @@ def main(
         implementations = ",".join([implementations, *BASELINES])
     try:
         code = run(
-            _shapes(rows, chosen or ("goals" if quick else "full")),
-            formats=options.names("--format", formats, tuple(FORMATS)),
+            _steps(
+                rows,
+                chosen or ("goals" if quick else "full"),
+                options.names("--format", formats, tuple(FORMATS)),
+            ),
             implementations=options.names("--implementation", implementations, (*OURS, *BASELINES)),
             iterations=iterations or (10 if quick else 30),
             calls=50 if quick else 200,
@@ -311,12 +313,16 @@ def main(
     raise typer.Exit(code)
 
 
-def _shapes(rows: str | None, chosen: str) -> list[Shape]:
+def _steps(rows: str | None, chosen: str, formats: Sequence[str]) -> list[tuple[Shape, str]]:
     if rows is not None:
         with console.input_errors():
-            return [Shape.parse(row.strip()) for row in rows.split(",")]
-    (name,) = options.names("--set", chosen, tuple(SETS))
-    return list(SETS[name])
+            shapes = [Shape.parse(row.strip()) for row in rows.split(",")]
+    else:
+        (name,) = options.names("--set", chosen, tuple(SETS))
+        if name == "goals":
+            return [(shape, format) for format in formats for shape in GOALS.get(format, {})]
+        shapes = SETS[name]
+    return [(shape, format) for shape in shapes for format in formats]
 
 
 if __name__ == "__main__":

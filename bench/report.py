@@ -51,7 +51,7 @@ def cells(row: records.Row, ceilings: Gpu) -> tuple[str, ...]:
     peer = records.peer_row(PEER, row)
     shape = Shape(row["b"], row["s_k"], row["h"], row["s_q"])
     us, (low, high) = row["us"], row["us_quartiles"]
-    goal = GOALS.get(shape) if row["format"] == "bf16" else None
+    goal = GOALS.get(row["format"], {}).get(shape)
     cold, warm = ratio(row, peer)
     e4m3 = row["format"] in ("fp8_token", "fp8_full")
     return (

@@ -40,19 +40,42 @@ class Shape:
         return cost.bytes_moved(b=self.b, s_q=self.s_q, h=self.h, keys=self.s_k, format=format)
 
 
-GOALS = {
-    Shape(128, 4096, 128): 216,
-    Shape(128, 4096, 128, 2): 420,
-    Shape(16, 32768, 128): 216,
-    Shape(32, 32768, 128): 420,
-    Shape(1, 131072, 128): 70,
-    Shape(128, 4096, 64): 143,
-    Shape(128, 4096, 16): 143,
-    Shape(16, 65536, 16): 280,
-    Shape(8, 8192, 128): 42,
-    Shape(1, 4096, 128): 16,
+GOALS: dict[str, dict[Shape, int]] = {
+    "bf16": {
+        Shape(128, 4096, 128): 216,
+        Shape(128, 4096, 128, 2): 420,
+        Shape(16, 32768, 128): 216,
+        Shape(32, 32768, 128): 420,
+        Shape(1, 131072, 128): 70,
+        Shape(128, 4096, 64): 143,
+        Shape(128, 4096, 16): 143,
+        Shape(16, 1024, 16): 13,
+        Shape(16, 4096, 16): 27,
+        Shape(16, 65536, 16): 278,
+        Shape(32, 65536, 16): 545,
+        Shape(8, 8192, 128): 42,
+        Shape(1, 4096, 128): 16,
+    },
+    "fp8_ds_mla": {
+        Shape(128, 4096, 128): 225,
+        Shape(128, 4096, 16): 92,
+        Shape(16, 65536, 16): 164,
+    },
+    "fp8_token": {
+        Shape(128, 4096, 128): 165,
+        Shape(32, 32768, 128): 310,
+        Shape(128, 4096, 64): 92,
+        Shape(128, 4096, 16): 84,
+        Shape(16, 65536, 16): 160,
+    },
+    "fp8_full": {
+        Shape(128, 4096, 128): 160,
+        Shape(128, 4096, 16): 78,
+        Shape(16, 65536, 16): 146,
+        Shape(1, 131072, 128): 52,
+    },
 }
-"""Kernel time to reach on an H200, microseconds, bf16."""
+"""Kernel time to reach on an H200, microseconds, by cache format."""
 
 MORE = (
     Shape(256, 2048, 128),
@@ -68,12 +91,14 @@ MORE = (
 )
 """What a full run adds."""
 
+_WITH_GOAL = tuple(dict.fromkeys(shape for goals in GOALS.values() for shape in goals))
+
 SETS = {
-    "goals": (*GOALS,),
-    "full": (*GOALS, *MORE),
+    "goals": _WITH_GOAL,
+    "full": (*_WITH_GOAL, *MORE),
     # The table of the ETAP paper: few heads, from short to long.
     "etap": tuple(Shape(b, 1 << n, 16) for b in (16, 32) for n in range(9, 17)),
     # Expanding against the absorbed form, at 32K tokens.
     "two-stage": tuple(Shape(b, 32768, 128) for b in (4, 8, 16, 32)),
 }
-"""Shapes to choose by name."""
+"""Shapes to choose by name; of `goals`, each format's own."""

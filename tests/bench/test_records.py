@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bench import accuracy, records, report
-from bench.shapes import GOALS, MORE, Shape
+from bench.shapes import MORE, SETS, Shape
 from tests.bench.ceilings import H200_MEASURED
 
 
@@ -88,7 +88,7 @@ def test_peers():
 
 
 def test_every_goal_has_a_peer():
-    for shape in [*GOALS, *MORE]:
+    for shape in [*SETS["goals"], *MORE]:
         sizes = {"b": shape.b, "s_k": shape.s_k, "h": shape.h, "s_q": shape.s_q}
         assert records.peer_row("FlashMLA", row(**sizes)), shape
 

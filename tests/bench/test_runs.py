@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from bench import append, baselines, decode, inputs, measure, model_step
-from bench.shapes import Shape
+from bench.shapes import GOALS, Shape
 from mla_jax.cli import app
 from tests import oracle
 from tests.bench.ceilings import H200_MEASURED
@@ -106,8 +106,7 @@ def test_decode(no_gpu_needed, monkeypatch, tmp_path, capsys):
     )
     shapes = [Shape(1, 70, 3), Shape(1, 71, 3)]
     code = decode.run(
-        shapes,
-        formats=["bf16"],
+        [(shape, "bf16") for shape in shapes],
         implementations=["mosaic", "xla", baselines.NAME],
         iterations=2,
         calls=2,
@@ -130,13 +129,22 @@ def test_decode(no_gpu_needed, monkeypatch, tmp_path, capsys):
     assert "1x70x3x1" in said.out
 
 
+def test_steps_of_a_set():
+    steps = decode._steps(None, "goals", ["fp8_full", "f32"])
+    assert steps == [(shape, "fp8_full") for shape in GOALS["fp8_full"]]
+    assert decode._steps("1x2x3", "goals", ["bf16", "f16"]) == [
+        (Shape(1, 2, 3), "bf16"),
+        (Shape(1, 2, 3), "f16"),
+    ]
+    assert len(decode._steps(None, "etap", ["bf16"])) == 16
+
+
 def test_a_wrong_result_is_not_timed(no_gpu_needed, monkeypatch, tmp_path, capsys):
     expected = inputs.expected
     monkeypatch.setattr(inputs, "expected", lambda *args: expected(*args) + 0.1)
     output = tmp_path / "out.json"
     code = decode.run(
-        [Shape(1, 70, 3)],
-        formats=["bf16"],
+        [(Shape(1, 70, 3), "bf16")],
         implementations=["xla"],
         iterations=2,
         calls=2,
