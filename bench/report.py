@@ -94,7 +94,8 @@ def show_by_length(rows: Sequence[records.Row]) -> None:
     for row in rows:
         lines.setdefault((row["b"], row["s_k"]), {})[_series(row)] = row["tflops"]
     names = list(dict.fromkeys(map(_series, rows)))
-    columns = (("sequences", "right"), ("tokens", "right"), *((name, "right") for name in names))
+    columns: list[console.Column] = [("sequences", "right"), ("tokens", "right")]
+    columns += [(name, "right") for name in names]
     console.say()
     console.table(
         columns,
