@@ -95,7 +95,8 @@ def show_by_length(rows: Sequence[records.Row]) -> None:
         lines.setdefault((row["b"], row["s_k"]), {})[_series(row)] = row["tflops"]
     names = list(dict.fromkeys(map(_series, rows)))
     columns: list[console.Column] = [("sequences", "right"), ("tokens", "right")]
-    columns += [(name, "right") for name in names]
+    for name in names:
+        columns.append((name, "right"))
     console.say()
     console.table(
         columns,
