@@ -84,7 +84,7 @@ def schedule_us(
     memory, whichever takes longer; both are derived in docs/decode_transposed.md.
     """
     rows, size = s_q * h, _OPERAND_BYTES.get(format, 2)
-    row_tile = min(32, -(-rows // 8) * 8) if transposed else _TILE
+    row_tile = min(32, -(-max(rows, 1) // 8) * 8) if transposed else _TILE
     row_tiles = -(-rows // row_tile)
     stored, latent_size = FORMATS[format], size
     loaded = _TILE * stored.bytes_per_token(d_latent, d_rope)
