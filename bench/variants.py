@@ -308,6 +308,10 @@ def few() -> list[Variant]:
         DecodeTransposed("fp8_full", h=32, has_sink=True, page_size=16),
         DecodeTransposed("fp8_token", h=16, s_q=2, page_size=32, run_scale=True, causal=False),
         DecodeTransposed("fp8_full", f16, h=8, page_size=128, d_latent=256, d_rope=32),
+        DecodeTransposed("fp8_ds_mla"),
+        DecodeTransposed("fp8_ds_mla", h=32, has_sink=True, page_size=16),
+        DecodeTransposed("fp8_ds_mla", h=13, s_q=5, page_size=32, run_scale=True, causal=False),
+        DecodeTransposed("fp8_ds_mla", h=8, page_size=128, d_latent=256, d_rope=32),
         DecodeE4m3(),
         DecodeE4m3("fp8_full"),
         DecodeE4m3(h=16, s_q=4, run_scale=True),
@@ -350,11 +354,12 @@ def every() -> list[Variant]:
     transposed_heads = [
         DecodeTransposed(format, h=h, s_q=s_q, causal=causal, has_sink=sink)
         for format, (h, s_q), sink in itertools.product(
-            ("bf16", *CACHE_FORMATS), (*HEADS, (8, 2), (8, 4)), (False, True)
+            ("bf16", "fp8_ds_mla", *CACHE_FORMATS), (*HEADS, (8, 2), (8, 4)), (False, True)
         )
         for causal in ((True, False) if s_q > 1 else (True,))
     ]
     dtypes = {"bf16": "bfloat16", "f16": f16, "fp8_token": "bfloat16", "fp8_full": f16}
+    dtypes["fp8_ds_mla"] = "bfloat16"
     transposed_sizes = [
         DecodeTransposed(format, dtype, h=h, page_size=page_size, d_latent=d_latent, d_rope=d_rope)
         for (format, dtype), h, page_size, d_latent, d_rope in itertools.product(

@@ -84,16 +84,24 @@ def schedule_us(
     memory, whichever takes longer; both are derived in docs/decode_transposed.md.
     """
     rows, size = s_q * h, _OPERAND_BYTES.get(format, 2)
-    row_tile = min(32, -(-rows // 8) * 8) if transposed else _TILE
+    row_tile = min(32, -(-max(rows, 1) // 8) * 8) if transposed else _TILE
     row_tiles = -(-rows // row_tile)
-    loaded = _TILE * FORMATS[format].bytes_per_token(d_latent, d_rope)
-    keys_read = _TILE * (d_latent + d_rope) * size
-    values_read = _TILE * d_latent * size
-    queries_read = row_tile * (d_latent + d_rope) * size
+    stored, latent_size = FORMATS[format], size
+    loaded = _TILE * stored.bytes_per_token(d_latent, d_rope)
     p_tile = _TILE * row_tile * size
-    smem = loaded + keys_read + values_read + queries_read + 2 * p_tile
+    p_tiles = 2  # written, read
     if transposed:
-        smem += (d_latent // _TILE - 1) * p_tile  # each 64 channels read P anew
+        p_tiles += d_latent // _TILE - 1  # each 64 channels read P anew
+    if ITEM_BYTES[stored.latent_dtype] < size:  # widened: behind shared memory, or before
+        if transposed:
+            latent_size = ITEM_BYTES[stored.latent_dtype]
+            p_tiles += stored.num_scales(d_latent) - 1  # each scale has a P of its own
+        else:
+            loaded = _TILE * (d_latent + d_rope) * size
+    keys_read = _TILE * (d_latent * latent_size + d_rope * size)
+    values_read = _TILE * d_latent * latent_size
+    queries_read = row_tile * (d_latent + d_rope) * size
+    smem = loaded + keys_read + values_read + queries_read + p_tiles * p_tile
     tiles = b * -(-keys // _TILE) * row_tiles
     padded = 2 * row_tile * _TILE * (2 * d_latent + d_rope)
     tensor_us = gpu.roofline_us(tiles * padded, 0.0, operand_bytes=size)

@@ -7,14 +7,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.formats import E4M3_MAX
+from pallas_kernels.formats import E4M3_MAX, FORMATS, SCALE_TILE
 from pallas_kernels.hopper.columns import EXCHANGE_ROW, WARPS
 from pallas_kernels.hopper.decode import SCALE_ROW, DecodeConfig
 from pallas_kernels.hopper.layouts import tiled
 from pallas_kernels.hopper.limits import BLOCK_KV
 
 E4M3_FORMATS = ("fp8_token", "fp8_full")
-CACHE_FORMATS = ("bf16", "f16", *E4M3_FORMATS)
+CACHE_FORMATS = ("bf16", "f16", "fp8_ds_mla", *E4M3_FORMATS)
 
 MAX_COLUMNS = 32
 """Query rows of a CTA: with 32, its output takes 128 registers of each math warpgroup."""
@@ -23,6 +23,9 @@ VIEWS = ("latent", "exchange", "pairs")
 """What the memory of the key ring is used as: keys; half an output on its way to the other math
 warpgroup; in e4m3 also pairs of channels, to be transposed."""
 
+F16_MAX = 65504.0
+"""The largest finite float16."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Config(DecodeConfig):
@@ -30,36 +33,68 @@ class Config(DecodeConfig):
 
     cache_formats = CACHE_FORMATS
 
-    p_max: float = 16.0
-    """In e4m3, what a probability of 1 is, for a token with the scale that all are relative to
-    (`decode_e4m3`)."""
-
     @property
     def in_e4m3(self) -> bool:
-        """Both products are of e4m3 operands, otherwise of `dtype`."""
+        """Both products are of e4m3 operands, otherwise of 16-bit ones."""
         return self.cache_format in E4M3_FORMATS
+
+    @property
+    def scaled(self) -> bool:
+        """The latents are e4m3, which go through registers, and have scales."""
+        return self.scales_per_token > 0
+
+    @property
+    def widened(self) -> bool:
+        """The latents become 16-bit operands on the way."""
+        return self.scaled and not self.in_e4m3
 
     @property
     def num_stages(self) -> int:
         """Key tiles in flight; even, for a stage always is the same warpgroup's."""
-        return 4 if self.in_e4m3 else 2
+        return 4 if self.scaled else 2
+
+    @property
+    def p_max(self) -> float:
+        """What a probability of 1 is, for a token with the scale that all are relative to."""
+        return 256.0 if self.widened else 16.0
 
     @property
     def slack(self) -> float:
         """Growth of the running maximum, base 2, that is let pass without rescaling
         (`hopper.softmax`)."""
+        if self.widened:
+            return 4.0
         return 3.0 if self.in_e4m3 else 8.0
 
     @property
     def scale_slack(self) -> float:
         """Factor by which a token's scale may exceed the one that all are relative to; where values
         have no scales, all are 1."""
-        return E4M3_MAX / (self.p_max * 2.0**self.slack) if self.in_e4m3 else 1.0
+        if not self.scaled:
+            return 1.0
+        return (F16_MAX if self.widened else E4M3_MAX) / (self.p_max * 2.0**self.slack)
+
+    @property
+    def scale_groups(self) -> int:
+        """Groups of channels whose values are relative to scales of their own."""
+        return self.d_latent // SCALE_TILE if self.widened else 1
+
+    @property
+    def spill_bytes(self) -> int:
+        """Spills the compile gate accepts: where an output of 32 columns leaves widened operands
+        too little room, mostly of sums and of addresses."""
+        return 448 if self.widened and self.row_tile > 24 else 0
+
+    @property
+    def latent_dtype(self) -> str:
+        """Of the stored latents."""
+        return FORMATS[self.cache_format].latent_dtype
 
     @property
     def operand_dtype(self) -> str:
-        """Of both products' operands, the rope part of the scores apart."""
-        return "float8_e4m3fn" if self.in_e4m3 else self.dtype
+        """Of both products' operands, the rope part of the scores apart. In 16 bits, float16 holds
+        every e4m3, and there is an instruction for it."""
+        return "float16" if self.widened else self.latent_dtype
 
     @property
     def row_tile(self) -> int:
@@ -71,9 +106,25 @@ class Config(DecodeConfig):
         return slice(wg * self.d_half, (wg + 1) * self.d_half)
 
     @property
+    def half_groups(self) -> int:
+        """`scale_groups` of half an output."""
+        return max(1, self.scale_groups // 2)
+
+    @property
+    def p_groups(self) -> int:
+        """Groups whose P are in shared memory together, as far as there is room."""
+        return self.half_groups if self.row_tile > 16 else self.scale_groups
+
+    @property
+    def groups_at_once(self) -> int:
+        """Groups whose widened operands are in registers together, as far as there is room."""
+        return 1 if self.row_tile > 16 else self.half_groups
+
+    @property
     def accumulators(self) -> int:
-        """Those of half an output: in e4m3 the even and the odd channels have one each."""
-        return 2 if self.in_e4m3 else 1
+        """Those of half an output: of values that go through registers the even and the odd
+        channels have one each, of every group."""
+        return 2 * self.half_groups if self.scaled else 1
 
     @property
     def exchange_rows(self) -> int:
@@ -92,6 +143,7 @@ class Config(DecodeConfig):
         are buffers of their own.
         """
         operand, rope, f32 = jnp.dtype(self.operand_dtype), jnp.dtype(self.rope_dtype), jnp.float32
+        latent = jnp.dtype(self.latent_dtype)
 
         def tile(count: int, rows: int, cols: int, dtype: Any):
             dtype = jnp.dtype(dtype)
@@ -99,9 +151,9 @@ class Config(DecodeConfig):
             return plgpu.SMEM((count, rows, cols), dtype, transforms=transforms)
 
         stages = self.num_stages
-        stage_rows = BLOCK_KV * self.d_latent * operand.itemsize // (4 * EXCHANGE_ROW)
+        stage_rows = BLOCK_KV * self.d_latent * latent.itemsize // (4 * EXCHANGE_ROW)
         views = [
-            tile(stages, BLOCK_KV, self.d_latent, operand),
+            tile(stages, BLOCK_KV, self.d_latent, latent),
             plgpu.SMEM((stages, stage_rows, EXCHANGE_ROW), f32),
         ]
         if self.in_e4m3:
@@ -114,12 +166,13 @@ class Config(DecodeConfig):
             "q_rope": tile(1, self.row_tile, self.d_rope, rope),
             **kv_latent,
             "k_rope": tile(stages, BLOCK_KV, self.d_rope, rope),
-            "p": tile(2, self.row_tile, BLOCK_KV, operand),
+            "p": tile(2 * self.p_groups, self.row_tile, BLOCK_KV, operand),
         }
         if self.in_e4m3:
+            buffers["q_factor"] = plgpu.SMEM((1, self.row_tile), f32)
+        if self.scaled:
             scale_row = max(self.page_tokens * self.scales_per_token, SCALE_ROW)
             buffers["k_scale"] = plgpu.SMEM((stages, self.pages_per_tile, scale_row), f32)
-            buffers["q_factor"] = plgpu.SMEM((1, self.row_tile), f32)
         else:
             buffers["staging"] = tile(2, self.row_tile, self.d_half, self.dtype)
         return buffers | {
@@ -131,7 +184,7 @@ class Config(DecodeConfig):
     def barriers(self) -> dict[str, plgpu.Barrier]:
         """The barriers, by name; the kernel's header says who arrives and who waits."""
         stages = self.num_stages
-        loads = (3 if self.in_e4m3 else 2) * self.pages_per_tile
+        loads = (3 if self.scaled else 2) * self.pages_per_tile
         of_queries = ("q_ready",) if self.in_e4m3 else ("q_full", "q_empty")
         return {
             **{name: plgpu.Barrier(num_arrivals=2) for name in of_queries},
@@ -139,3 +192,11 @@ class Config(DecodeConfig):
             "k_empty": plgpu.Barrier(num_barriers=stages),
             "merge_ready": plgpu.Barrier(num_arrivals=2),
         }
+
+    def refusal(self) -> str:
+        """Which requirement the call does not meet; empty if it meets all."""
+        if self.widened and self.dtype != self.rope_dtype:
+            return (
+                f"takes {self.rope_dtype} queries with {self.cache_format}, these are {self.dtype}"
+            )
+        return super().refusal()

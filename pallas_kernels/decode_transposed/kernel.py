@@ -41,7 +41,9 @@ The maximum of a column is over all four warps of a warpgroup, by way of its own
 (`hopper.columns`).
 
 From `fp8_token` and `fp8_full` caches both products are of e4m3 operands, as `decode_e4m3` has
-them: V^T goes through registers, P has the tokens' scales in it (`products.py`).
+them: V^T goes through registers, P has the tokens' scales in it (`products.py`). From `fp8_ds_mla`
+caches they are of float16 operands, made of e4m3 on the way from the ring to the registers: K and
+V^T both. The scales are factors of S and are in P.
 
 In 16 bits `load_wg` loads the queries too. For e4m3 the math warpgroups load them and quantise each
 row (`hopper.queries`), half of the rows each, while the sequence's first keys are under way; then
@@ -63,9 +65,11 @@ Shared memory (bf16, d_latent 512, d_rope 64, 32 rows, 2 stages):
     sum                                          224
 
 In e4m3 four stages, k_scale beside them, q_factor (32 f32) and no staging: 190 KiB (fp8_token).
+From fp8_ds_mla the same but for q_factor, 16-bit queries, and a P for each 128 channels of a half:
+220 KiB; with 16 rows, where all channels have theirs at once, 202.
 
-Registers per thread: 240 (each math warpgroup: 128 accumulator, 16 S, 8 sums, in e4m3 32 V^T), 24
-(load_wg).
+Registers per thread: 240 (each math warpgroup: 128 accumulator, 16 S, 8 sums, in e4m3 32 V^T, from
+fp8_ds_mla 16 more of S and 32 of K or V^T), 24 (load_wg).
 
 Barriers (arrivals x count per phase; each waiter waits for every phase):
 
@@ -96,7 +100,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_transposed.config import VIEWS, Config
-from pallas_kernels.decode_transposed.products import In16Bits, InE4m3
+from pallas_kernels.decode_transposed.products import In16Bits, InE4m3, Widened
 from pallas_kernels.hopper import columns, fp8
 from pallas_kernels.hopper.decode import launch
 from pallas_kernels.hopper.inline import sync_warps
@@ -144,9 +148,9 @@ class Cta:
             return self.smem
         return SimpleNamespace(**dict(zip(VIEWS, self.smem.kv_latent, strict=False)))
 
-    def products(self, wg: int) -> In16Bits | InE4m3:
+    def products(self, wg: int) -> In16Bits | InE4m3 | Widened:
         """The math of warpgroup `wg`."""
-        make = InE4m3 if self.config.in_e4m3 else In16Bits
+        make = Widened if self.config.widened else InE4m3 if self.config.in_e4m3 else In16Bits
         of_cta = self.gmem, self.smem, self.bar, self.views, self.rows
         return make(self.config, wg, self.interpret, *of_cta)
 
@@ -251,37 +255,40 @@ def _math_wg(wg: int, cta: Cta) -> None:
         piece = cta.part.piece(seq)
         share = Share.of(wg, count, piece)
 
-        def step(i, carry, factor):
+        def step(i, carry, factor, query_scales):
             halves, softmax = carry
             index = share.index(i)
             stage, tile = cta.stage(count + index), piece.end - 1 - index
             live, last = piece.seq_len - tile * BLOCK_KV, i == share.tiles - 1
             plgpu.barrier_wait(bar.k_full.at[stage])
             zero = jnp.int32(0) if interpret else opaque_zero(piece.seq_len + index)
-            s = products.scores(stage, zero)
+            s = products.scores(stage, zero, query_scales)
             products.release_queries(last)
             s = _mask(cta, live, s)
             # Another warp's wgmma may still read these as keys, whose scores are masked.
             pl.when(live < BLOCK_KV)(lambda: products.zero_dead_tokens(stage, live))
-            scale_max = products.largest_scale(stage, live)
+            scale_maxima = products.largest_scales(stage, live)
             largest = over_rows(own_rows(s, largest=True), smem.scratch.at[wg], largest=True)
-            softmax, alpha, beta = softmax.follow(
-                largest * factor, scale_max, config.slack, config.scale_slack
+            softmax, alphas, beta = softmax.follow(
+                largest * factor, scale_maxima, config.slack, config.scale_slack
             )
             scaled = s * (factor if isinstance(factor, float) else down(factor, BLOCK_KV))
             p = jnp.exp2(scaled - down(softmax.m, BLOCK_KV))
-            halves, l = _rescale(alpha, beta, halves, softmax.l, interpret=interpret)
+            halves, l = _rescale(alphas, beta, halves, softmax.l, interpret=interpret)
             # The maxima were a meeting of the warps: none of them still multiplies with P.
-            halves = products.add_values(stage, zero, halves, p, softmax.scale, live)
+            halves = products.add_values(stage, zero, halves, p, softmax.scales, live)
             plgpu.barrier_arrive(bar.k_empty.at[stage], predicate=jnp.logical_not(last))
             return halves, softmax._replace(l=l + own_rows(p, largest=False))
 
         def live():
-            one = functools.partial(step, factor=products.await_queries(seq))
-            state = ColumnSoftmax.start(config.row_tile, scaled=config.in_e4m3)
+            of_queries = products.await_queries(seq)
+            one = lambda i, carry: step(i, carry, *of_queries)
+            state = ColumnSoftmax.start(config.row_tile, config.scale_groups, scaled=config.scaled)
             halves, softmax = lax.fori_loop(0, share.tiles, one, (products.zeros(), state))
             products.release_queries(share.tiles == 0)
-            _finish(cta, wg, count, pieces, cta.part.piece(seq), halves, softmax)
+            # Else addresses would be kept over the loop.
+            again = seq if interpret else seq + opaque_zero(pieces)
+            _finish(cta, wg, count, pieces, cta.part.piece(again), halves, softmax)
 
         def empty():
             _store(cta, wg, piece, products.zeros()[wg])
@@ -310,15 +317,20 @@ def _mask(cta: Cta, live, s: jax.Array) -> jax.Array:
     return lax.cond(live - behind < BLOCK_KV, mask, lambda s: s, s)
 
 
-def _rescale(alpha: jax.Array, beta: jax.Array, halves: Any, l: jax.Array, *, interpret: bool):
-    """The output so far times alpha and the sums times beta, which is no less; left out where alpha
-    is 1 for all columns, in all warps alike."""
+def _rescale(
+    alphas: tuple[jax.Array, ...], beta: jax.Array, halves: Any, l: jax.Array, *, interpret: bool
+):
+    """The output so far times each group's alpha and the sums times beta, which is no less; left
+    out where every alpha is 1 for all columns, in all warps alike."""
     leaves, tree = jax.tree.flatten(halves)
+    of_leaves = [alpha for alpha in alphas for _ in range(len(leaves) // len(alphas))]
 
     def scaled(l, *leaves):
-        return l * beta, *(x * down(alpha, x.shape[0]) for x in leaves)
+        factors = zip(leaves, of_leaves, strict=True)
+        return l * beta, *(x * down(alpha, x.shape[0]) for x, alpha in factors)
 
-    needed = fp8.any_column_below_one(alpha, interpret=interpret)
+    smallest = functools.reduce(jnp.minimum, alphas)
+    needed = fp8.any_column_below_one(smallest, interpret=interpret)
     l, *leaves = lax.cond(needed, scaled, lambda *same: same, l, *leaves)
     return jax.tree.unflatten(tree, leaves), l
 
@@ -329,7 +341,7 @@ def _finish(
     """Add up what both math warpgroups have, normalise and store one half of the output."""
     config, smem, bar, interpret = cta.config, cta.smem, cta.bar, cta.interpret
     own, other = (Share.of(i, count, piece) for i in (wg, 1 - wg))
-    halves = cta.products(wg).true_size(halves, softmax.scale)
+    halves = cta.products(wg).true_size(halves, softmax.scales)
     l = columns.over_rows(softmax.l, smem.scratch.at[wg], largest=False, interpret=interpret)
     # The products of all warps have read V, and they the scratch.
     sync_warps(interpret=interpret)

@@ -1,9 +1,13 @@
 """What the transposed kernel's math depends on the cache's format in: scores, V^T P^T, stores.
 
-In 16 bits every operand is in shared memory as wgmma takes it. In e4m3 (`fp8_token`, `fp8_full`;
-`decode_e4m3/kernel.py` has the formula) wgmma takes operands along the summed dimension only: V^T
-goes through registers (`hopper.fp8`), its even and odd channels apart, and P, rounded to e4m3 with
-the tokens' scales in it, to shared memory in the order of tokens that this brings.
+From bf16 and f16 caches every operand is in shared memory as wgmma takes it. In e4m3 (`fp8_token`,
+`fp8_full`; `decode_e4m3/kernel.py` has the formula) wgmma takes operands along the summed dimension
+only: V^T goes through registers (`hopper.fp8`), its even and odd channels apart, and P, rounded to
+e4m3 with the tokens' scales in it, to shared memory in the order of tokens that this brings.
+
+From `fp8_ds_mla` caches both products are of float16 operands: K and V^T are widened on their way
+through registers (`hopper.widen`), without their scales. Those, of 128 channels each, are factors
+of these channels' scores, and are in a P of their own for them.
 """
 
 import dataclasses
@@ -19,8 +23,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_transposed.config import Config
-from pallas_kernels.hopper import columns, fp8, queries
-from pallas_kernels.hopper.inline import zero_rows
+from pallas_kernels.formats import SCALE_TILE
+from pallas_kernels.hopper import columns, fp8, queries, widen
+from pallas_kernels.hopper.inline import sync_warps, zero_rows
 from pallas_kernels.hopper.layouts import WGMMA_ROW, across, full, tiled
 from pallas_kernels.hopper.limits import BLOCK_KV
 from pallas_kernels.hopper.mma import add_dots, dots
@@ -28,6 +33,10 @@ from pallas_kernels.hopper.softmax import LOG2E
 
 Half = tuple[jax.Array, ...]
 """The accumulators of half an output's channels."""
+
+OfQueries = tuple[jax.Array | float, tuple[jax.Array, ...]]
+"""A sequence's factor of the scores, base 2 included, positive; and what the scores of each group
+of channels are multiplied by, nothing if there are no groups."""
 
 ToOutput = Callable[[Callable[[Any], None]], None]
 """Calls its argument with the place where half an output goes."""
@@ -55,6 +64,20 @@ class Products:
         half = (full(shape, 0.0, jnp.float32),) * config.accumulators
         return half, half
 
+    def await_queries(self, seq) -> OfQueries:
+        """Wait until TMA has brought them; what their scores are to be multiplied by."""
+        del seq
+        plgpu.barrier_wait(self.bar.q_full)
+        return (1.0 if self.config.scale is None else self.config.scale * LOG2E), ()
+
+    def release_queries(self, last) -> None:
+        """If these scores are the last, the next queries may be loaded."""
+        plgpu.barrier_arrive(self.bar.q_empty, predicate=last)
+
+    def _scaled(self, s: jax.Array) -> jax.Array:
+        """Scores with the factor that is known at run time only and may not be positive."""
+        return s if self.config.scale is not None else s * (self.gmem.run_scale[0] * LOG2E)
+
     def _products(self, stage, zero, groups: tuple[tuple[str, ...], ...]) -> tuple[jax.Array, ...]:
         """For each group the sum of the products of these parts of keys and queries."""
         smem = self.smem
@@ -69,34 +92,24 @@ class Products:
 class In16Bits(Products):
     """bf16 and f16 caches."""
 
-    def await_queries(self, seq) -> jax.Array | float:
-        """Wait until they are in shared memory; by what the scores are to be multiplied, base 2
-        included; positive."""
-        del seq
-        plgpu.barrier_wait(self.bar.q_full)
-        return 1.0 if self.config.scale is None else self.config.scale * LOG2E
-
-    def release_queries(self, last) -> None:
-        """If these scores are the last, the next queries may be loaded."""
-        plgpu.barrier_arrive(self.bar.q_empty, predicate=last)
-
-    def scores(self, stage, zero) -> jax.Array:
+    def scores(self, stage, zero, query_scales) -> jax.Array:
         """S^T, less the factor that `await_queries` gives."""
+        del query_scales
         (s,) = self._products(stage, zero, (("latent", "rope"),))
-        return s if self.config.scale is not None else s * (self.gmem.run_scale[0] * LOG2E)
+        return self._scaled(s)
 
-    def largest_scale(self, stage, live) -> jax.Array:
+    def largest_scales(self, stage, live) -> tuple[jax.Array, ...]:
         """Of the tile's tokens; there are none."""
         del stage, live
-        return jnp.float32(1.0)
+        return (jnp.float32(1.0),)
 
     def zero_dead_tokens(self, stage, live) -> None:
         """Zero the rows of V from `live` on: what lies there may be NaN, and 0 x NaN is NaN."""
         zero_rows(self.views.latent.at[stage], live, interpret=self.interpret)
 
-    def add_values(self, stage, zero, halves, p, scale, live) -> tuple[Half, Half]:
+    def add_values(self, stage, zero, halves, p, scales, live) -> tuple[Half, Half]:
         """`halves` plus V^T P^T."""
-        del scale, live
+        del scales, live
         config, wg = self.config, self.wg
         self.smem.p.at[wg].T[...] = p.astype(jnp.dtype(config.dtype))
         plgpu.commit_smem()
@@ -106,9 +119,9 @@ class In16Bits(Products):
         left, right = add_dots(accs, [[(v_t, p_t)] for v_t in values], interpret=self.interpret)
         return (left,), (right,)
 
-    def true_size(self, halves, scale) -> tuple[Half, Half]:
+    def true_size(self, halves, scales) -> tuple[Half, Half]:
         """The output so far without what its operands were multiplied by."""
-        del scale
+        del scales
         return halves
 
     def store(self, half: Half, to_output: ToOutput) -> None:
@@ -121,12 +134,50 @@ class In16Bits(Products):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-class InE4m3(Products):
+class ThroughRegisters(Products):
+    """Latents in e4m3: the even and the odd channels have accumulators of their own."""
+
+    def _token_scales(self, stage) -> tuple[jax.Array, ...]:
+        """Of each kind that there is, one per row of S^T."""
+        return columns.load_token_values(
+            self.smem.k_scale.at[stage],
+            per_row=self.config.page_tokens,
+            kinds=self.config.scales_per_token,
+            interpret=self.interpret,
+        )
+
+    def _live_scales(self, stage, live) -> tuple[jax.Array, ...]:
+        """`_token_scales` of values, 0 from token `live` on: what lies there may be NaN."""
+        scales = self._token_scales(stage)[: self.config.scale_groups]
+        token = plgpu.broadcasted_iota(jnp.int32, (BLOCK_KV,), 0, layout=WGMMA_ROW)
+        kept = lambda *scales: tuple(jnp.where(token < live, x, 0.0) for x in scales)
+        return lax.cond(live < BLOCK_KV, kept, lambda *scales: scales, *scales)
+
+    def zero_dead_tokens(self, stage, live) -> None:
+        """Zero the rows of V from `live` on: what lies there may be NaN, and 0 x NaN is NaN."""
+        transforms = tiled(self.config.d_latent, 1)
+        latent = self.views.latent.at[stage]
+        fp8.zero_rows(latent, live, transforms, interpret=self.interpret)
+
+    def store(self, half: Half, to_output: ToOutput) -> None:
+        """Store a normalised half, transposed: eight lanes one sector of 32 bytes."""
+        half = tuple(acc.astype(jnp.dtype(self.config.dtype)) for acc in half)
+        size = self.config.d_half // self.config.half_groups
+
+        def store_groups(ref):
+            for i in range(self.config.half_groups):
+                of_group = ref.at[:, i * size : (i + 1) * size]
+                fp8.store_transposed(of_group, *half[2 * i : 2 * i + 2], interpret=self.interpret)
+
+        to_output(store_groups)
+
+
+class InE4m3(ThroughRegisters):
     """`fp8_token` and `fp8_full` caches."""
 
-    def await_queries(self, seq) -> jax.Array | float:
-        """Quantise this warpgroup's rows, wait for the other's; by what the scores are to be
-        multiplied, base 2 included; positive."""
+    def await_queries(self, seq) -> OfQueries:
+        """Quantise this warpgroup's rows, wait for the other's; what their scores are to be
+        multiplied by."""
         config, gmem, smem, interpret = self.config, self.gmem, self.smem, self.interpret
         run_scale = gmem.run_scale[0] if config.scale is None else None
         sign, size = queries.sign_and_size(config.scale, run_scale)
@@ -148,22 +199,15 @@ class InE4m3(Products):
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.bar.q_ready)
         plgpu.barrier_wait(self.bar.q_ready)
-        return fp8.load_columns(smem.q_factor, config.row_tile, interpret=interpret)[0]
+        (factor,) = fp8.load_columns(smem.q_factor, config.row_tile, interpret=interpret)
+        return factor, ()
 
     def release_queries(self, last) -> None:
         """Nothing: the next ones replace them after the meeting at the sequence's end."""
 
-    def _token_scales(self, stage) -> tuple[jax.Array, ...]:
-        """Of the latent and, if it has its own, of the rope key; one per row of S^T."""
-        return columns.load_token_values(
-            self.smem.k_scale.at[stage],
-            per_row=self.config.page_tokens,
-            kinds=self.config.scales_per_token,
-            interpret=self.interpret,
-        )
-
-    def scores(self, stage, zero) -> jax.Array:
+    def scores(self, stage, zero, query_scales) -> jax.Array:
         """S^T, less the factor that `await_queries` gives."""
+        del query_scales
         apart = self.config.scales_per_token > 1
         groups = (("latent",), ("rope",)) if apart else (("latent", "rope"),)
         products = self._products(stage, zero, groups)
@@ -171,7 +215,7 @@ class InE4m3(Products):
         terms = map(scaled, products, self._token_scales(stage))
         return functools.reduce(jnp.add, terms)
 
-    def largest_scale(self, stage, live) -> jax.Array:
+    def largest_scales(self, stage, live) -> tuple[jax.Array, ...]:
         """Of the tile's tokens before `live`; alike in all warps."""
         config = self.config
         scales, *_ = fp8.load_columns(
@@ -183,22 +227,13 @@ class InE4m3(Products):
         )
         kept = functools.partial(columns.zero_from, limit=live, interpret=self.interpret)
         scales = lax.cond(live < BLOCK_KV, kept, lambda scales: scales, scales)
-        return fp8.max_over_columns(scales, interpret=self.interpret)
+        return (fp8.max_over_columns(scales, interpret=self.interpret),)
 
-    def zero_dead_tokens(self, stage, live) -> None:
-        """Zero the rows of V from `live` on: what lies there may be NaN, and 0 x NaN is NaN."""
-        transforms = tiled(self.config.d_latent, 1)
-        latent = self.views.latent.at[stage]
-        fp8.zero_rows(latent, live, transforms, interpret=self.interpret)
-
-    def add_values(self, stage, zero, halves, p, scale, live) -> tuple[Half, Half]:
-        """`halves` plus V^T P^T, P times the tokens' scales, relative to `scale`."""
+    def add_values(self, stage, zero, halves, p, scales, live) -> tuple[Half, Half]:
+        """`halves` plus V^T P^T, P times the tokens' scales, relative to `scales`."""
         config, smem, interpret = self.config, self.smem, self.interpret
-        scales, *_ = self._token_scales(stage)
-        token = plgpu.broadcasted_iota(jnp.int32, (BLOCK_KV,), 0, layout=WGMMA_ROW)
-        kept = lambda scales: jnp.where(token < live, scales, 0.0)  # behind may be NaN
-        scales = lax.cond(live < BLOCK_KV, kept, lambda scales: scales, scales)
-        p = p * across(scales * (config.p_max / scale), config.row_tile)
+        token_scales, *_ = self._live_scales(stage, live)
+        p = p * across(token_scales * (config.p_max / scales[0]), config.row_tile)
         place = smem.p.at[self.wg]
         p = p.astype(jnp.float8_e4m3fn)
         columns.store_probabilities(place, p, config.p_transforms, interpret=interpret)
@@ -217,12 +252,89 @@ class InE4m3(Products):
         plgpu.commit_smem()  # TMA writes where V was read
         return tuple(done)
 
-    def true_size(self, halves, scale) -> tuple[Half, Half]:
+    def true_size(self, halves, scales) -> tuple[Half, Half]:
         """The output so far without what its operands were multiplied by."""
-        factor = scale * (1 / self.config.p_max)
+        factor = scales[0] * (1 / self.config.p_max)
         return jax.tree.map(lambda acc: acc * factor, halves)
 
-    def store(self, half: Half, to_output: ToOutput) -> None:
-        """Store a normalised half, transposed: eight lanes one sector of 32 bytes."""
-        even, odd = (acc.astype(jnp.dtype(self.config.dtype)) for acc in half)
-        to_output(lambda ref: fp8.store_transposed(ref, even, odd, interpret=self.interpret))
+
+class Widened(ThroughRegisters):
+    """`fp8_ds_mla` caches."""
+
+    def await_queries(self, seq) -> OfQueries:
+        """Wait until TMA has brought them; what their scores are to be multiplied by."""
+        factor, _ = super().await_queries(seq)
+        groups = range(self.config.scale_groups)
+        return factor, tuple(self.gmem.query_scale[seq, group] for group in groups)
+
+    def _group(self, stage, group: int) -> Any:
+        """The channels of a tile that share a scale."""
+        return self.views.latent.at[stage, :, group * SCALE_TILE : (group + 1) * SCALE_TILE]
+
+    def scores(self, stage, zero, query_scales) -> jax.Array:
+        """S^T, less the factor that `await_queries` gives."""
+        config, smem, interpret = self.config, self.smem, self.interpret
+        shape = (BLOCK_KV, config.row_tile)
+        rope = [(smem.k_rope.at[stage], smem.q_rope.at[zero].T)]
+        s: Any = None
+        for first in range(0, config.scale_groups, config.groups_at_once):
+            groups = range(first, first + config.groups_at_once)
+            keys = [widen.load_keys(self._group(stage, g), interpret=interpret) for g in groups]
+            channels = (slice(g * SCALE_TILE, (g + 1) * SCALE_TILE) for g in groups)
+            q_t = (smem.q_latent.at[zero, :, of_group].T for of_group in channels)
+            operands = [[pair] for pair in zip(keys, q_t, strict=True)]
+            # Those with keys in registers first (C7513).
+            products = dots(operands + [rope] * (first == 0), shape, interpret=interpret)
+            s = products[-1] if first == 0 else s
+            # Not before: each of their loads brings all groups', and they would take registers.
+            token_scales = self._token_scales(stage)
+            for group, product in zip(groups, products, strict=False):
+                factor = token_scales[group] * query_scales[group]
+                s += product * across(factor, config.row_tile)
+        return self._scaled(s)
+
+    def largest_scales(self, stage, live) -> tuple[jax.Array, ...]:
+        """Of each group's tokens before `live`; alike in all warps."""
+        return widen.largest_scales(
+            self.smem.k_scale.at[stage],
+            live,
+            per_row=self.config.page_tokens,
+            kinds=self.config.scales_per_token,
+            interpret=self.interpret,
+        )
+
+    def add_values(self, stage, zero, halves, p, scales, live) -> tuple[Half, Half]:
+        """`halves` plus V^T P^T, P times each group's scales of the tokens, relative to
+        `scales`."""
+        config, smem, interpret = self.config, self.smem, self.interpret
+        place = lambda group: self.wg * config.p_groups + group % config.p_groups
+        accs = [*halves[0], *halves[1]]
+        for first in range(0, config.scale_groups, config.p_groups):
+            if first:
+                sync_warps(interpret=interpret)  # the products of all of them have read P
+            token_scales = self._live_scales(stage, live)
+            for group in range(first, first + config.p_groups):
+                factor = token_scales[group] * (config.p_max / scales[group])
+                of_group = p * across(factor, config.row_tile)
+                smem.p.at[place(group) + zero].T[...] = of_group.astype(jnp.float16)
+            plgpu.commit_smem()
+            for at in range(first, first + config.p_groups, config.groups_at_once):
+                operands = []
+                for group in range(at, at + config.groups_at_once):
+                    p_t = smem.p.at[place(group) + zero].T
+                    values = widen.load_values(self._group(stage, group), interpret=interpret)
+                    operands += [[(v_t, p_t)] for v_t in values]
+                those = slice(2 * at, 2 * (at + config.groups_at_once))
+                accs[those] = add_dots(tuple(accs[those]), operands, interpret=interpret)
+        plgpu.commit_smem()  # TMA writes where K and V were read
+        return tuple(accs[: config.accumulators]), tuple(accs[config.accumulators :])
+
+    def true_size(self, halves, scales) -> tuple[Half, Half]:
+        """The output so far without what its operands were multiplied by."""
+        count = self.config.half_groups
+        of_group = [scale * (1 / self.config.p_max) for scale in scales]
+        left, right = (
+            tuple(acc * of_group[wg * count + i // 2] for i, acc in enumerate(half))
+            for wg, half in enumerate(halves)
+        )
+        return left, right

@@ -113,27 +113,33 @@ class ColumnSoftmax(NamedTuple):
     """What is subtracted from the base-2 scores, of each column."""
     l: jax.Array
     """The sums of `exp2(s - m)`, of each thread's own rows (`hopper.columns.own_rows`)."""
-    scale: jax.Array
-    """As in `PairedSoftmax`; where values have no scales it stays 1."""
+    scales: tuple[jax.Array, ...]
+    """`PairedSoftmax.scale` of each group of channels; where values have no scales it stays 1."""
 
     @staticmethod
-    def start(columns: int, *, scaled: bool) -> "ColumnSoftmax":
+    def start(columns: int, groups: int, *, scaled: bool) -> "ColumnSoftmax":
         """The state of columns that have seen no key."""
         m, l = (full_columns(columns, value) for value in (NO_MAXIMUM, 0.0))
-        return ColumnSoftmax(m, l, jnp.float32(MIN_SCALE if scaled else 1.0))
+        return ColumnSoftmax(m, l, (jnp.float32(MIN_SCALE if scaled else 1.0),) * groups)
 
     def follow(
-        self, maximum: jax.Array, scale_max: jax.Array, slack: float, scale_slack: float
-    ) -> tuple["ColumnSoftmax", jax.Array, jax.Array]:
-        """`PairedSoftmax.follow`, of a single tile: the new state but for `l`, the factor of the
-        output so far and that of `l`, both the caller's to apply."""
+        self,
+        maximum: jax.Array,
+        scale_maxima: tuple[jax.Array, ...],
+        slack: float,
+        scale_slack: float,
+    ) -> tuple["ColumnSoftmax", tuple[jax.Array, ...], jax.Array]:
+        """`PairedSoftmax.follow`, of a single tile: the new state but for `l`, the factor of each
+        group's output so far and that of `l`, all the caller's to apply."""
         m_max = jnp.maximum(self.m, maximum)
         m = jnp.where(m_max > self.m + slack, m_max, self.m)
-        grown = scale_max > self.scale * scale_slack
-        scale = jnp.where(grown, jnp.maximum(scale_max, MIN_SCALE), self.scale)
         beta = jnp.exp2(self.m - m)
-        alpha = beta * jnp.where(grown, self.scale / scale, 1.0)
-        return self._replace(m=m, scale=scale), alpha, beta
+        scales, alphas = [], []
+        for before, largest in zip(self.scales, scale_maxima, strict=True):
+            grown = largest > before * scale_slack
+            scales.append(jnp.where(grown, jnp.maximum(largest, MIN_SCALE), before))
+            alphas.append(beta * jnp.where(grown, before / scales[-1], 1.0))
+        return self._replace(m=m, scales=tuple(scales)), tuple(alphas), beta
 
 
 def with_sink(inverse: jax.Array, lse2: jax.Array, sink: jax.Array) -> jax.Array:

@@ -133,6 +133,8 @@ class Built:
                 self.values[op.results[0]] = get(0) + offset * (mgpu_utils.bitwidth(kind) // 8)
             elif op.name == "llvm.load":
                 self.loads[op.results[0]] = get(0), size(op.results[0].type)
+            elif op.name == "nvvm.ldmatrix":
+                self.loads[op.results[0]] = get(0), 16
             elif op.name == "llvm.store":
                 self.stores.append((op.operands[0], get(1), active))
             elif op.name == "scf.if":

@@ -164,8 +164,12 @@ def test_under_shard_map(by, check_vma, monkeypatch):
     ("sizes", "reason"),
     [
         (
-            {"format": "fp8_ds_mla"},
-            "takes a cache in bf16 or f16 or fp8_token or fp8_full, this one is fp8_ds_mla",
+            {"format": "f32"},
+            "takes a cache in bf16 or f16 or fp8_ds_mla or fp8_token or fp8_full, this one is f32",
+        ),
+        (
+            {"format": "fp8_ds_mla", "dtype": jnp.float16},
+            "takes bfloat16 queries with fp8_ds_mla, these are float16",
         ),
         ({"page_size": 48}, "takes page_size of 16 or 32 or 64 or 128, this call has 48"),
         ({"rope_dim": 48}, "takes rope_dim of 32 or 64, this call has 48"),

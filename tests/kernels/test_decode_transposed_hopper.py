@@ -25,13 +25,13 @@ compiled = functools.partial(on_hopper.compiled, implementation="mosaic_transpos
 # Less than a row of a swizzle atom, each count of columns, whole tiles, tiles that overlap.
 HEADS_AND_QUERIES = [
     *[(1, 1), (4, 1), (8, 1), (3, 3), (16, 1), (8, 2), (24, 1), (5, 4), (32, 1), (16, 2)],
-    *[(11, 3), (40, 1), (64, 1), (16, 4), (24, 3), (128, 1), (2, 1), (12, 1), (20, 1), (6, 4)],
+    *[(11, 3), (40, 1), (64, 1), (16, 4), (13, 5), (128, 1), (2, 1), (12, 1), (20, 1), (6, 4)],
     (2, 12),
 ]
 
 
 E4M3_FORMATS = ("fp8_token", "fp8_full")
-FORMATS = ("bf16", "f16", *E4M3_FORMATS)
+FORMATS = ("bf16", "f16", "fp8_ds_mla", *E4M3_FORMATS)
 
 
 def decode_case(lens, h_q=16, s_q=1, page_size=64, c=512, r=64, format="bf16", seed=0, dtype=None):
@@ -105,12 +105,12 @@ def test_pairwise(rows, choice):
 @pytest.mark.parametrize("r", [64, 32])
 @pytest.mark.parametrize("c", [512, 256])
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
-@pytest.mark.parametrize(("h_q", "s_q"), [(5, 1), (16, 2), (24, 3)])
+@pytest.mark.parametrize(("h_q", "s_q"), [(5, 1), (16, 2), (13, 5)])
 def test_full_product(h_q, s_q, page_size, c, r, format):
     check(decode_case(LENS["many"], h_q, s_q, page_size, c, r, format))
 
 
-@pytest.mark.parametrize("format", ["bf16", "fp8_token"])
+@pytest.mark.parametrize("format", ["bf16", "fp8_ds_mla", "fp8_token"])
 @pytest.mark.parametrize("h_q", [8, 16, 32])
 @pytest.mark.parametrize("tiles", [1, 2, 3, 4, 15, 16])
 def test_odd_and_even_counts_of_tiles(tiles, h_q, format):
@@ -126,7 +126,7 @@ def test_long_sequences(h_q, format):
     check(decode_case((9000, 20_000, 64, 12_345), h_q, format=format))
 
 
-@pytest.mark.parametrize("format", ["bf16", "fp8_full"])
+@pytest.mark.parametrize("format", ["bf16", "fp8_ds_mla", "fp8_full"])
 def test_long_ring(format):
     """Every CTA takes each stage of the ring many times, across sequences."""
     check(decode_case((3000, 1, 2900, 0, 3100, 64) * 20, h_q=16, format=format))
@@ -137,9 +137,10 @@ def test_f16_queries_of_an_fp8_cache(format):
     check(decode_case(LENS["split"], h_q=16, format=format, dtype=jnp.float16))
 
 
-@pytest.mark.parametrize("format", E4M3_FORMATS)
+@pytest.mark.parametrize("format", ["fp8_ds_mla", *E4M3_FORMATS])
 def test_as_the_other_schedule(format):
-    """The same operands, in another order, but for the last bit of what queries are divided by."""
+    """The same operands, in another order, but for the last bit of what queries are divided by; of
+    `fp8_ds_mla` but for the rounding of the probabilities."""
     case = decode_case(LENS["split"], h_q=16, format=format)
     kwargs = {"scale": inputs.SCALE, "return_lse": True}
     other = mla_decode(*case.args, **kwargs, implementation="mosaic")
@@ -147,18 +148,44 @@ def test_as_the_other_schedule(format):
     compare(case, *ours, *map(np.asarray, other))
 
 
-def test_tokens_of_very_different_scale():
+@pytest.mark.parametrize("format", ["fp8_ds_mla", "fp8_token"])
+def test_tokens_of_very_different_scale(format):
     """The scale that all are relative to rises and rises; the smallest tokens still count."""
-    case = decode_case((5000,), 8, format="fp8_token")
-    scale = np.array(case.cache.scale).reshape(-1)
-    scale[case.live] *= 10.0 ** -np.linspace(0, 3, 5000, dtype=np.float32)
+    case = decode_case((5000,), 8, format=format)
+    scale = np.array(case.cache.scale).reshape(-1, case.cache.scale.shape[-1])
+    fall = np.linspace(0, 10, 5000, dtype=np.float32)
+    scale[case.live] *= np.exp2(-np.round(fall) if format == "fp8_ds_mla" else -fall)[:, None]
     scale = jnp.asarray(scale.reshape(case.cache.scale.shape))
     check(dataclasses.replace(case, cache=dataclasses.replace(case.cache, scale=scale)))
 
 
-def test_rising_maximum():
+@pytest.mark.parametrize("exponents", [(-20, 20, 7, 8), (20, -20, 0, -13)])
+@pytest.mark.parametrize("h_q", [16, 32])
+def test_groups_of_channels_of_very_different_scale(h_q, exponents):
+    """Queries and values are float16 on the way: each group in a range of its own."""
+    case = decode_case(LENS["many"], h_q, format="fp8_ds_mla")
+    expected_out, expected_lse = oracle.decode(*case.args, scale=inputs.SCALE)
+    out, lse = compiled()(*inputs.with_scales_of(case, exponents).args)
+    out = np.asarray(out, np.float32) / np.repeat(np.exp2(np.array(exponents, np.float32)), 128)
+    tolerances.check("out", out, expected_out, tolerances.OUT["bfloat16"])
+    tolerances.check("lse", lse, expected_lse, tolerances.LSE)
+
+
+@pytest.mark.parametrize("h_q", [16, 32])
+def test_one_token_gives_its_latent(h_q):
+    """Bit for bit: the probability is 1, and widening is exact."""
+    case = decode_case((1,) * 200, h_q, format="fp8_ds_mla")
+    out, _ = compiled()(*case.args)
+    cache = case.cache
+    latent = cache.latent.astype(jnp.float32) * jnp.repeat(cache.scale, 128, axis=-1)
+    latent = latent.reshape(-1, latent.shape[-1])[case.live].astype(jnp.bfloat16)
+    assert_bitwise_equal(out[:, 0], jnp.broadcast_to(latent[:, None], out[:, 0].shape))
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8_ds_mla"])
+def test_rising_maximum(format):
     """Scores of hundreds: the running maximum rises by more than is let pass without rescaling."""
-    check(decode_case(LENS["many"], h_q=16), scale=20.0)
+    check(decode_case(LENS["many"], h_q=16, format=format), scale=20.0)
 
 
 def test_large_scores_of_either_sign():
@@ -172,7 +199,7 @@ def test_large_scores_of_either_sign():
     tolerances.check("lse", lse, expected_lse, tolerances.LSE)
 
 
-@pytest.mark.parametrize("format", ["bf16", "fp8_token"])
+@pytest.mark.parametrize("format", ["bf16", "fp8_ds_mla", "fp8_token"])
 @pytest.mark.parametrize("scale", [0.2, 0.0, -0.2])
 def test_scale_may_be_traced(scale, format):
     case = decode_case(LENS["ragged"], h_q=8, s_q=2, format=format)

@@ -31,7 +31,7 @@ from tests.kernels import simulator
 pytestmark = [pytest.mark.interpret, pytest.mark.timeout(120)]
 
 SITES = [*simulator.sites(kernel), *simulator.sites(products)]
-FORMATS = {"bf16": "In16Bits", "fp8_token": "InE4m3"}
+FORMATS = {"bf16": "In16Bits", "fp8_ds_mla": "Widened", "fp8_token": "InE4m3"}
 """One of each kind, and the class that has its products."""
 MATH, LOAD = (0, 1), (2,)
 NAMES = ("mma_wg0", "mma_wg1", "load_wg")
@@ -87,21 +87,9 @@ def simulate(
     expect=None,
     given_plan=None,
 ):
-    """`mla_decode` on so few SMs; out and lse are checked against the oracle (of `expect`)."""
-    limit_sms(monkeypatch, num_sms)
-    monkeypatch.setattr(combine, "CTAS_PER_SM", 1)
+    """`run`, of which out and lse are checked against the oracle (of `expect`): the plan."""
     kwargs = {"scale": scale, "causal": causal, "attn_sink": attn_sink}
-    simulation = simulator.Simulation(
-        lambda *args: decode.mla_decode(
-            *args,
-            **kwargs,
-            plan=given_plan,
-            return_lse=True,
-            transposed=True,
-            interpret=simulator.PARAMS,
-        )
-    )
-    out, lse = simulation.run(*case.args)
+    out, lse = run(case, num_sms, monkeypatch, **kwargs, given_plan=given_plan)
     expected_out, expected_lse = oracle.decode(*(expect or case).args, **kwargs)
     within = tolerances.OUT[out.dtype.name], tolerances.LSE
     if case.cache.format in E4M3_FORMATS:
@@ -112,12 +100,40 @@ def simulate(
     return plan.divide(case.seq_lens, rows=rows, row_tile=32)
 
 
+def run(
+    case,
+    num_sms,
+    monkeypatch,
+    *,
+    scale=inputs.SCALE,
+    causal=True,
+    attn_sink=None,
+    given_plan=None,
+):
+    """`mla_decode` on so few SMs: out and lse."""
+    limit_sms(monkeypatch, num_sms)
+    monkeypatch.setattr(combine, "CTAS_PER_SM", 1)
+    simulation = simulator.Simulation(
+        lambda *args: decode.mla_decode(
+            *args,
+            scale=scale,
+            causal=causal,
+            attn_sink=attn_sink,
+            plan=given_plan,
+            return_lse=True,
+            transposed=True,
+            interpret=simulator.PARAMS,
+        )
+    )
+    return simulation.run(*case.args)
+
+
 def cuts(parts):
     """How many parts begin inside a sequence."""
     return int((parts[:, 1] > 0).sum())
 
 
-ALL_FORMATS = pytest.mark.parametrize("format", ["bf16", *E4M3_FORMATS])
+ALL_FORMATS = pytest.mark.parametrize("format", ["bf16", "fp8_ds_mla", *E4M3_FORMATS])
 
 
 @ALL_FORMATS
@@ -128,12 +144,13 @@ def test_split_and_whole_sequences_with_a_sink(format, monkeypatch):
     assert cuts(simulate(case, 4, monkeypatch, attn_sink=sink)) == 3
 
 
-@pytest.mark.parametrize("format", ["f16", *E4M3_FORMATS])
+@pytest.mark.parametrize("format", ["f16", "fp8_ds_mla", *E4M3_FORMATS])
 def test_small_pages_odd_heads_and_f16(format, monkeypatch):
     """Six rows, four pages a tile, one page ending inside the mask, odd and even counts of
     tiles."""
     sizes = {"s_q": 2, "h_q": 3, "page_size": 16, "kv_lora_rank": 256, "rope_dim": 32}
-    case = decode_case((0, 65, 3, 0, 130), format, dtype=jnp.float16, **sizes)
+    dtype = jnp.bfloat16 if format == "fp8_ds_mla" else jnp.float16
+    case = decode_case((0, 65, 3, 0, 130), format, dtype=dtype, **sizes)
     simulate(case, 2, monkeypatch)
 
 
@@ -155,10 +172,11 @@ def test_sinks_of_the_size_of_the_scores(monkeypatch):
     assert 0 < cuts(parts) < 3
 
 
+@pytest.mark.parametrize("format", ["bf16", "fp8_ds_mla"])
 @pytest.mark.parametrize("rows", [24, 32])
-def test_rows_that_fill_one_tile(rows, monkeypatch):
+def test_rows_that_fill_one_tile(rows, format, monkeypatch):
     sizes = {"h_q": rows, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
-    simulate(inputs.decode_case((64, 300, 129), **sizes), 2, monkeypatch)
+    simulate(decode_case((64, 300, 129), format, **sizes), 2, monkeypatch)
 
 
 @ALL_FORMATS
@@ -195,11 +213,12 @@ def test_scale_known_at_run_time(scale, format, monkeypatch):
     simulate(decode_case((65, 0, 1), format, **sizes), 2, monkeypatch, scale=jnp.float32(scale))
 
 
-def test_deepseek_sizes_and_a_rising_maximum(monkeypatch):
+@pytest.mark.parametrize("format", ["bf16", "fp8_ds_mla"])
+def test_deepseek_sizes_and_a_rising_maximum(format, monkeypatch):
     """Scores of hundreds: the maximum rises by more than is let pass without rescaling, and the two
     warpgroups end with different ones."""
     sizes = {"h_q": 16, "page_size": 32, "kv_lora_rank": 512, "rope_dim": 64}
-    case = inputs.decode_case((63, 400), **sizes)
+    case = decode_case((63, 400), format, **sizes)
     simulate(case, 1, monkeypatch, scale=20.0, causal=False)
 
 
@@ -211,18 +230,33 @@ def test_deepseek_sizes_in_e4m3(format, monkeypatch):
     simulate(case, 1, monkeypatch, scale=2.0, causal=False)
 
 
-def test_tokens_of_very_different_scale(monkeypatch):
+@pytest.mark.parametrize("format", ["fp8_ds_mla", "fp8_token"])
+def test_tokens_of_very_different_scale(format, monkeypatch):
     """The scale that all are relative to rises and rises; the smallest tokens still count."""
     sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
-    case = decode_case((700,), "fp8_token", **sizes)
-    scale = np.array(case.cache.scale).reshape(-1)
-    scale[case.live] *= 10.0 ** -np.linspace(0, 3, 700, dtype=np.float32)
+    case = decode_case((700,), format, **sizes)
+    num_scales = case.cache.scale.shape[-1]
+    scale = np.array(case.cache.scale).reshape(-1, num_scales)
+    fall = np.linspace(0, 10, 700, dtype=np.float32)
+    scale[case.live] *= np.exp2(-np.round(fall) if format == "fp8_ds_mla" else -fall)[:, None]
     scale = jnp.asarray(scale.reshape(case.cache.scale.shape))
     cache = dataclasses.replace(case.cache, scale=scale)
     simulate(dataclasses.replace(case, cache=cache), 1, monkeypatch)
 
 
-@pytest.mark.parametrize("format", ["fp8_token", "fp8_full"])
+@pytest.mark.parametrize("exponents", [(-20, 20), (20, -20)])
+def test_groups_of_channels_of_very_different_scale(exponents, monkeypatch):
+    """Queries and values are float16 on the way: each group in a range of its own."""
+    sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
+    case = decode_case((70, 3), "fp8_ds_mla", **sizes)
+    out, lse = run(inputs.with_scales_of(case, exponents), 1, monkeypatch)
+    out = np.asarray(out, np.float32) / np.repeat(np.exp2(np.array(exponents, np.float32)), 128)
+    expected_out, expected_lse = oracle.decode(*case.args, scale=inputs.SCALE)
+    tolerances.check("out", out, expected_out, tolerances.OUT["bfloat16"])
+    tolerances.check("lse", lse, expected_lse, tolerances.LSE)
+
+
+@pytest.mark.parametrize("format", ["fp8_ds_mla", "fp8_token", "fp8_full"])
 def test_tokens_that_were_never_written(format, monkeypatch):
     """A new cache's scales are 0."""
     sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
