@@ -4,12 +4,9 @@ bench/README.md has the protocol.
 """
 
 import functools
-import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +15,7 @@ import jax.numpy as jnp
 import typer
 
 from bench import baselines, inputs, measure, options, records, report
-from bench.progress import progress
+from bench.progress import progress, watchdog
 from bench.shapes import GOALS, SETS, Shape
 from mla_jax import mla_decode, plan_decode
 from mla_jax.cli import console
@@ -131,23 +128,6 @@ def _short(kernels: dict[str, float], most: int = 12) -> dict[str, float]:
     longest = sorted(kernels, key=lambda name: -kernels[name])[:most]
     rest = sum(us for name, us in kernels.items() if name not in longest)
     return {**{n: kernels[n] for n in longest}, **({"others": round(rest, 2)} if rest else {})}
-
-
-@contextmanager
-def watchdog(what: str, seconds: float) -> Iterator[None]:
-    """End the process if the body takes longer: a kernel that hangs cannot be interrupted."""
-
-    def end():
-        console.note(f"error: {what} did not end within {seconds:.0f} s")
-        os._exit(3)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def run(

@@ -1,7 +1,9 @@
 """How far a run is, on standard error: a bar in a terminal, a line per step elsewhere."""
 
 import contextlib
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -64,3 +66,20 @@ def _plain(total: int) -> Callable[[str], Say]:
         return say
 
     return step
+
+
+@contextlib.contextmanager
+def watchdog(what: str, seconds: float) -> Iterator[None]:
+    """End the process if the body takes longer: a kernel that hangs cannot be interrupted."""
+
+    def end():
+        console.note(f"error: {what} did not end within {seconds:.0f} s")
+        os._exit(3)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -106,7 +106,21 @@ def both_schedules(monkeypatch):
 @pytest.mark.parametrize("name", GPUS)
 @pytest.mark.parametrize("format", ["bf16", "fp8_ds_mla", "fp8_token", "fp8_full"])
 @pytest.mark.parametrize(
-    ("h_q", "s_q"), [(1, 1), (8, 1), (16, 1), (16, 2), (32, 1), (16, 4), (64, 1), (128, 1)]
+    ("h_q", "s_q"),
+    [
+        (1, 1),
+        (8, 1),
+        (16, 1),
+        (16, 2),
+        (32, 1),
+        (11, 3),
+        (16, 4),
+        (64, 1),
+        (13, 5),
+        (80, 1),
+        (24, 4),
+        (128, 1),
+    ],
 )
 def test_none_takes_the_schedule_that_is_predicted_to_be_faster(
     name, format, h_q, s_q, both_schedules

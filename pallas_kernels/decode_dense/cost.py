@@ -6,6 +6,7 @@ the formula needs, not those that padding to whole tiles adds.
 
 from pallas_kernels.formats import FORMATS, ITEM_BYTES
 from pallas_kernels.hopper.gpus import Gpu
+from pallas_kernels.hopper.limits import TRANSPOSED_ROWS
 
 _OPERAND_BYTES = {"fp8_token": 1, "fp8_full": 1}
 """Formats that are multiplied in e4m3; the others in 16 bits."""
@@ -84,7 +85,7 @@ def schedule_us(
     memory, whichever takes longer; both are derived in docs/decode_transposed.md.
     """
     rows, size = s_q * h, _OPERAND_BYTES.get(format, 2)
-    row_tile = min(32, -(-max(rows, 1) // 8) * 8) if transposed else _TILE
+    row_tile = min(TRANSPOSED_ROWS, -(-rows // 8) * 8) if transposed else _TILE
     row_tiles = -(-rows // row_tile)
     stored, latent_size = FORMATS[format], size
     loaded = _TILE * stored.bytes_per_token(d_latent, d_rope)
@@ -116,8 +117,11 @@ def transposed_is_faster(gpu: Gpu, *, s_q: int, h: int, format: str) -> bool:
     """Whether the transposed schedule is predicted to end a step of so many rows earlier.
 
     Where memory bounds both, that with less work for the SMs: the rest of the time goes by while
-    loads are awaited, and what does not overlap with them is less.
+    loads are awaited, and what does not overlap with them is less. Never with several row tiles,
+    each of which reads the whole cache again: that has not been measured.
     """
+    if not 0 < s_q * h <= TRANSPOSED_ROWS:
+        return False
     step = {"b": 128, "s_q": s_q, "h": h, "keys": 4096, "format": format}
     transposed, dense = (schedule_us(gpu, transposed=x, **step) for x in (True, False))
     return transposed < dense

@@ -11,13 +11,10 @@ from pallas_kernels.formats import E4M3_MAX, FORMATS, SCALE_TILE
 from pallas_kernels.hopper.columns import EXCHANGE_ROW, WARPS
 from pallas_kernels.hopper.decode import SCALE_ROW, DecodeConfig
 from pallas_kernels.hopper.layouts import tiled
-from pallas_kernels.hopper.limits import BLOCK_KV
+from pallas_kernels.hopper.limits import BLOCK_KV, TRANSPOSED_ROWS
 
 E4M3_FORMATS = ("fp8_token", "fp8_full")
 CACHE_FORMATS = ("bf16", "f16", "fp8_ds_mla", *E4M3_FORMATS)
-
-MAX_COLUMNS = 32
-"""Query rows of a CTA: with 32, its output takes 128 registers of each math warpgroup."""
 
 VIEWS = ("latent", "exchange", "pairs")
 """What the memory of the key ring is used as: keys; half an output on its way to the other math
@@ -99,7 +96,7 @@ class Config(DecodeConfig):
     @property
     def row_tile(self) -> int:
         """Rows of a CTA, the columns of its accumulators: whole swizzle atoms of 8."""
-        return min(MAX_COLUMNS, self.rows)
+        return min(TRANSPOSED_ROWS, self.rows)
 
     def half(self, wg: int) -> slice:
         """The channels that math warpgroup `wg` stores."""

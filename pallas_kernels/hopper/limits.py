@@ -18,3 +18,7 @@ BLOCK_M = 64
 
 BLOCK_KV = 64
 """Tokens of one key tile."""
+
+TRANSPOSED_ROWS = 32
+"""Query rows of a CTA of the transposed decode kernel, at most: its output then takes 128 registers
+of each math warpgroup."""
