@@ -1,4 +1,4 @@
-"""Launch of the e4m3 decode kernel: the arrays that it takes, folded."""
+"""Launch of the e4m3 decode kernel: the arrays that it takes, padded and folded."""
 
 from typing import Any
 

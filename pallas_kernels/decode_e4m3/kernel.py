@@ -292,7 +292,7 @@ def _quantise_queries(cta: Cta, wg: int, seq) -> jax.Array:
     if rope is not None:
         rope = scaled(rope).astype(jnp.dtype(config.rope_dtype))
         store(smem.q_rope.at[0], rope, tiled(config.d_rope, rope.dtype.itemsize))
-    factor = scale_in(WGMMA_ROW) * size
+    factor = queries.score_factor(scale_in(WGMMA_ROW), size)
     plgpu.commit_smem()
     plgpu.barrier_arrive(bar.q_ready)  # `row_max` may be overwritten too
     plgpu.barrier_wait(bar.q_ready)

@@ -80,7 +80,7 @@ class Config(DecodeConfig):
     def spill_bytes(self) -> int:
         """Spills the compile gate accepts: where an output of 32 columns leaves widened operands
         too little room, mostly of sums and of addresses."""
-        return 448 if self.widened and self.row_tile > 24 else 0
+        return 448 if self.widened and self.row_tile > 24 and self.d_latent == 512 else 0
 
     @property
     def latent_dtype(self) -> str:

@@ -8,7 +8,7 @@ may see:
 
 that is S^T = K Q^T, a softmax down the columns, and O^T += V^T P^T. wgmma has 64 rows (M) and any
 multiple of 8 columns (N). Keys and channels, of which there are enough, are its rows here; the
-queries of a device with few heads, 8 to 32, are its columns, and pad nothing.
+queries of a device with few heads, 8 to 32, are its columns, padded to 8.
 
 A CTA owns one tile of up to 32 rows of queries and one part of the plan: a run of key tiles (64
 tokens) that may begin and end inside a sequence. A sequence's tiles are taken last to first. The

@@ -195,7 +195,8 @@ class InE4m3(ThroughRegisters):
             for buffer, values in ((smem.q_latent, latent), (smem.q_rope, rope)):
                 transforms = tiled(buffer.shape[2], values.dtype.itemsize)
                 queries.store(buffer.at[0, rows], values, transforms, interpret=interpret)
-            queries.store_values(smem.q_factor.at[0, rows], scale * size, interpret=interpret)
+            factor = queries.score_factor(scale, size)
+            queries.store_values(smem.q_factor.at[0, rows], factor, interpret=interpret)
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.bar.q_ready)
         plgpu.barrier_wait(self.bar.q_ready)

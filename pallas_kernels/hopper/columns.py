@@ -123,7 +123,7 @@ def store_column_values(ref: Any, values: jax.Array, *, interpret: bool) -> None
 def load_token_values(
     ref: Any, *, per_row: int, kinds: int = 1, interpret: bool
 ) -> tuple[jax.Array, ...]:
-    """Values of 64 tokens in shared memory, of one kind or two, as one of each per accumulator
+    """Values of 64 tokens in shared memory, of one kind or several, as one of each per accumulator
     row.
 
     `ref [rows, ...]` holds those of `per_row` tokens in each row, the kinds side by side

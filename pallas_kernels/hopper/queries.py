@@ -42,6 +42,12 @@ def sign_and_size(scale: float | None, run_scale: jax.Array | None) -> tuple[Any
     return sign, jnp.maximum(jnp.abs(run_scale), MIN_SCALE) * LOG2E
 
 
+def score_factor(scale: jax.Array, size: Any) -> jax.Array:
+    """What the scores of rows with this scale are multiplied by. Never 0, not even by underflow: a
+    masked score is -inf."""
+    return jnp.maximum(scale * size, MIN_SCALE)
+
+
 def load(ref: Any, *, interpret: bool) -> jax.Array:
     """`ROWS` rows in global memory, as `quantise` takes them."""
     if interpret:

@@ -117,7 +117,8 @@ def test_what_is_given_is_taken(shape, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("per_row", "row", "kinds"), [(64, 64, 1), (16, 32, 1), (16, 32, 2), (32, 64, 2), (64, 128, 2)]
+    ("per_row", "row", "kinds"),
+    [(64, 64, 1), (16, 32, 1), (16, 32, 2), (32, 64, 2), (64, 128, 2), (16, 64, 4), (64, 256, 4)],
 )
 def test_load_token_values(per_row, row, kinds, monkeypatch):
     shaped = types.SimpleNamespace(shape=(64 // per_row, row))

@@ -210,7 +210,10 @@ def test_lengths_that_the_table_has_no_place_for(monkeypatch):
 @pytest.mark.parametrize("scale", [0.2, 0.0, -0.2])
 def test_scale_known_at_run_time(scale, format, monkeypatch):
     sizes = {"s_q": 2, "h_q": 4, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 32}
-    simulate(decode_case((65, 0, 1), format, **sizes), 2, monkeypatch, scale=jnp.float32(scale))
+    case = decode_case((65, 0, 1), format, **sizes)
+    # No row's factor may underflow: masked scores times 0 are NaN.
+    case = dataclasses.replace(case, q_latent=case.q_latent.at[0].set(0))
+    simulate(case, 2, monkeypatch, scale=jnp.float32(scale))
 
 
 @pytest.mark.parametrize("format", ["bf16", "fp8_ds_mla"])
