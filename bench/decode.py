@@ -48,10 +48,14 @@ def measure_row(
     say("making inputs")
     args = inputs.make(shape, format)
     if implementation == baselines.NAME:
-        function, arguments, comparison, dtype = _expanded(shape, args, say)
+        function, arguments, compare = _expanded(shape, args)
     else:
-        function, arguments, comparison, dtype = _absorbed(shape, args, implementation, say)
-    call = lambda: function(*arguments)
+        function, arguments, compare = _absorbed(shape, args, implementation)
+    say("compiling")
+    compiled = function.lower(*arguments).compile()
+    say("checking")
+    comparison, dtype = compare(compiled)
+    call = lambda: compiled(*arguments)
     # The expanded form rounds keys and values per head to 16 bits: other limits hold for it.
     fault = comparison.fault(dtype, format) if implementation != baselines.NAME else ""
     if comparison.max_err != comparison.max_err or comparison.cos > 1e-3:
@@ -60,7 +64,7 @@ def measure_row(
         raise WrongResult(fault)
     say("timing")
     # Our two kernels are too few for a graph; compiling them again would take seconds.
-    traced = function if implementation in OURS else measure.traceable(function)
+    traced = compiled if implementation in OURS else measure.traceable(function)
     traced_call = lambda: traced(*arguments)
     cold = measure.kernel_times(traced_call, iterations=iterations)
     warm = measure.kernel_times(traced_call, iterations=iterations, cold=False)
@@ -85,13 +89,15 @@ def measure_row(
         "us_warm": round(warm.total.median, 2),
         "us_end_to_end_quartiles": [round(host.low, 1), round(host.high, 1)],
         "cos_err": float(f"{comparison.cos:.3g}"),
-        **({"temp_bytes": measure.temp_bytes(function, *arguments)} if memory else {}),
+        **({"temp_bytes": measure.temp_bytes(compiled)} if memory else {}),
         "kernels": _short({name: round(value, 2) for name, value in cold.kernels.items()}),
         "source": records.source_digest(),
     }
 
 
-def _absorbed(shape: Shape, args: inputs.Inputs, implementation: str, say):
+def _absorbed(shape: Shape, args: inputs.Inputs, implementation: str):
+    """The jitted step, its arguments, and what compares what it gives, compiled, with what it
+    must."""
     plan = jax.jit(functools.partial(plan_decode, num_heads=shape.h, q_len=shape.s_q))(
         args.seq_lens
     )
@@ -100,27 +106,32 @@ def _absorbed(shape: Shape, args: inputs.Inputs, implementation: str, say):
             *args, scale=inputs.SCALE, plan=plan, implementation=implementation
         )
     )
-    say("compiling")
-    checked = inputs.contract_inputs(args)
-    found = jax.block_until_ready(decode(checked, plan))
-    say("checking")
-    chosen, some = inputs.some_sequences(checked)
-    comparison = inputs.compare(found[chosen], inputs.expected(*some), args.cache.format)
-    return decode, (args, plan), comparison, found.dtype.name
+
+    def compare(compiled):
+        checked = inputs.contract_inputs(args)
+        found = jax.block_until_ready(compiled(checked, plan))
+        chosen, some = inputs.some_sequences(checked)
+        wanted = inputs.expected(*some)
+        return inputs.compare(found[chosen], wanted, args.cache.format), found.dtype.name
+
+    return decode, (args, plan), compare
 
 
-def _expanded(shape: Shape, args: inputs.Inputs, say):
+def _expanded(shape: Shape, args: inputs.Inputs):
+    """The same of the baseline."""
     if reason := baselines.why_not(shape):
         raise NotImplementedError(reason)
     w_uk, w_uv = baselines.weights(shape.h)
     q = baselines.queries(shape)
     arguments = (q, *args[2:], w_uk, w_uv)
-    say("compiling and checking")
-    absorbed = baselines.absorb(q, args, w_uk)
-    wanted = inputs.expected(*absorbed, causal=False)
-    wanted = jnp.einsum("bshc,hdc->bshd", wanted, w_uv.astype(jnp.float32))
-    found = baselines.attend(*arguments)
-    return baselines.attend, arguments, inputs.compare(found, wanted), found.dtype.name
+
+    def compare(compiled):
+        wanted = inputs.expected(*baselines.absorb(q, args, w_uk), causal=False)
+        wanted = jnp.einsum("bshc,hdc->bshd", wanted, w_uv.astype(jnp.float32))
+        found = compiled(*arguments)
+        return inputs.compare(found, wanted), found.dtype.name
+
+    return baselines.attend, arguments, compare
 
 
 def _short(kernels: dict[str, float], most: int = 12) -> dict[str, float]:

@@ -168,9 +168,9 @@ def end_to_end(call: Call, *, iterations: int) -> Spread:
     return Spread.of(times)
 
 
-def temp_bytes(function: Any, *args: Any) -> int:
-    """Memory that a jitted function takes besides its arguments and its result."""
-    return function.lower(*args).compile().memory_analysis().temp_size_in_bytes
+def temp_bytes(compiled: Any) -> int:
+    """Memory that a compiled function takes besides its arguments and its result."""
+    return compiled.memory_analysis().temp_size_in_bytes
 
 
 def ceilings(iterations: int = 10) -> Gpu:
