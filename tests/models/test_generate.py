@@ -153,6 +153,21 @@ def test_one_compilation_serves_every_step_and_similar_prompts(model):
     assert len(calls) == traced
 
 
+def test_one_plan_serves_all_layers_of_a_step(model):
+    plans = []
+    model = nnx.clone(model)
+
+    def decode(*args, plan, **kwargs):
+        plans.append(plan.parts)
+        return mla_jax.mla_decode(*args, plan=plan, **kwargs)
+
+    for layer in model.layers:
+        layer.attention.decode_fn = decode
+    generate(model, max_new_tokens=3)
+    assert len(plans) == CONFIG["num_hidden_layers"] > 1
+    assert all(parts is plans[0] for parts in plans)
+
+
 def step_arguments(model, cache_format="f32"):
     graphdef, state = nnx.split(model)
     params, treedef = jax.tree.flatten(state)
