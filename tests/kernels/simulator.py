@@ -51,8 +51,8 @@ ON_BOTH = pytest.mark.parametrize(
 )
 """Runs a test on a GPU and on the simulated one."""
 
-SYNCHRONISATIONS = ("barrier_wait", "barrier_arrive", "commit_smem")
-CALLBACKS = ("_barrier_wait", "_barrier_arrive", "commit_smem")
+SYNCHRONISATIONS = ("barrier_wait", "barrier_arrive", "commit_smem", "wait_smem_to_gmem")
+CALLBACKS = ("_barrier_wait", "_barrier_arrive", "commit_smem", "wait_smem_to_gmem")
 """What runs them in the simulator."""
 
 
@@ -67,6 +67,11 @@ class Site:
     file: str
     first_line: int
     last_line: int
+
+    @property
+    def is_of_barrier(self) -> bool:
+        """It is at a barrier, which is its argument."""
+        return self.kind.startswith("barrier")
 
     def __str__(self):
         return f"{self.kind}({self.argument}) line {self.first_line}"

@@ -240,7 +240,7 @@ def unordered(format):
     """The mutants in which one role's waits for (arrivals at) one barrier bring no order."""
     groups = {}
     for site in sites(format):
-        if site.kind != "commit_smem":
+        if site.is_of_barrier:
             for role in roles_of(site, format):
                 key = barrier_of(site), ROLES[format][role], site.kind
                 groups.setdefault(key, []).append(site)
@@ -270,7 +270,7 @@ def test_header_names_every_barrier_and_who_waits(format):
     table = {row[0]: row for row in header_table("name")}
     found = sites(format)
     assert table.keys() == CONFIGS[format].barriers().keys()
-    assert table.keys() == {barrier_of(s) for s in found if s.argument}
+    assert table.keys() == {barrier_of(s) for s in found if s.is_of_barrier}
     for name, row in table.items():
         used = lambda kind, name=name: {
             role.strip("_")

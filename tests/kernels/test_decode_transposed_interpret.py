@@ -57,7 +57,7 @@ def sites_of(format):
     return [
         site
         for site in SITES
-        if site.function not in others and (not site.argument or barrier_of(site) in barriers)
+        if site.function not in others and (not site.is_of_barrier or barrier_of(site) in barriers)
     ]
 
 
@@ -317,7 +317,7 @@ def unordered(format):
     """The mutants in which one role's waits for (arrivals at) one barrier bring no order."""
     groups = {}
     for site in sites_of(format):
-        if site.kind != "commit_smem":
+        if site.is_of_barrier:
             for warpgroup in warpgroups(site):
                 groups.setdefault((barrier_of(site), warpgroup, site.kind), []).append(site)
     return [
@@ -360,7 +360,7 @@ DEEPSEEK = Config("bf16", "bfloat16", 512, 64, 64, 32, 1, causal=True, has_sink=
 def test_header_names_every_barrier_and_who_waits():
     table = {row[0]: row for row in header_table("name")}
     assert table.keys() == {name for format in FORMATS for name in config(format).barriers()}
-    assert table.keys() == {barrier_of(s) for s in SITES if s.argument}
+    assert table.keys() == {barrier_of(s) for s in SITES if s.is_of_barrier}
     for name, row in table.items():
         used = lambda kind, name=name: {
             NAMES[warpgroup]
