@@ -36,6 +36,7 @@ COLUMN_PARTS = 4
 """Parts of the columns, of sequences with many pieces."""
 WARPGROUPS = 2
 CTAS_PER_SM = 4
+"""At most: no more are launched than there could be something to do for."""
 
 
 def _tile(width: int) -> Any:
@@ -69,9 +70,11 @@ def merge(
     # in place: rows of sequences that were not split would be lost.
     out, lse = lax.optimization_barrier((out, lse))
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
-    workers = num_sms * CTAS_PER_SM * WARPGROUPS
     groups = out.shape[1] // GROUP
     items_of_merge = groups * COLUMN_PARTS
+    most_items = min(out.shape[0], num_parts) * items_of_merge
+    num_ctas = min(num_sms * CTAS_PER_SM, pl.cdiv(most_items, WARPGROUPS))
+    workers = num_ctas * WARPGROUPS
 
     def body(*refs):
         names = ("partial", "partial_lse2", "parts", "sink", "out", "lse")
@@ -146,7 +149,7 @@ def merge(
         lax.while_loop(lambda item: merge_of(item)[1], run, first)
 
     mesh = plgpu.Mesh(
-        grid=(num_sms * CTAS_PER_SM,),
+        grid=(num_ctas,),
         grid_names=("cta",),
         num_threads=WARPGROUPS,
         thread_name="wg",
