@@ -4,9 +4,11 @@ bench/README.md has the protocol.
 """
 
 import functools
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,9 +39,10 @@ def measure_row(
     iterations: int,
     calls: int,
     memory: bool = True,
+    compiled: Any = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> records.Row:
-    """Check and time one implementation on one shape.
+    """Check and time one implementation on one shape, `compiled` if that is done already.
 
     Raises:
         WrongResult: its output is off.
@@ -51,8 +54,9 @@ def measure_row(
         function, arguments, compare = _expanded(shape, args)
     else:
         function, arguments, compare = _absorbed(shape, args, implementation)
-    say("compiling")
-    compiled = function.lower(*arguments).compile()
+    if compiled is None:
+        say("compiling")
+        compiled = function.lower(*arguments).compile()
     say("checking")
     comparison, dtype = compare(compiled)
     call = lambda: compiled(*arguments)
@@ -95,17 +99,33 @@ def measure_row(
     }
 
 
-def _absorbed(shape: Shape, args: inputs.Inputs, implementation: str):
-    """The jitted step, its arguments, and what compares what it gives, compiled, with what it
-    must."""
-    plan = jax.jit(functools.partial(plan_decode, num_heads=shape.h, q_len=shape.s_q))(
-        args.seq_lens
-    )
-    decode = jax.jit(
+def compile_step(shape: Shape, format: str, implementation: str) -> Any:
+    """The step of one of our implementations, compiled.
+
+    Raises:
+        NotImplementedError: it cannot serve the shape.
+    """
+    args = inputs.abstract(shape, format)
+    plan = jax.eval_shape(_plan(shape), args.seq_lens)
+    return _decode(implementation).lower(args, plan).compile()
+
+
+def _plan(shape: Shape):
+    return jax.jit(functools.partial(plan_decode, num_heads=shape.h, q_len=shape.s_q))
+
+
+def _decode(implementation: str):
+    return jax.jit(
         lambda args, plan: mla_decode(
             *args, scale=inputs.SCALE, plan=plan, implementation=implementation
         )
     )
+
+
+def _absorbed(shape: Shape, args: inputs.Inputs, implementation: str):
+    """The jitted step, its arguments, and what compares what it gives, compiled, with what it
+    must."""
+    plan = _plan(shape)(args.seq_lens)
 
     def compare(compiled):
         checked = inputs.contract_inputs(args)
@@ -114,7 +134,7 @@ def _absorbed(shape: Shape, args: inputs.Inputs, implementation: str):
         wanted = inputs.expected(*some)
         return inputs.compare(found[chosen], wanted, args.cache.format), found.dtype.name
 
-    return decode, (args, plan), compare
+    return _decode(implementation), (args, plan), compare
 
 
 def _expanded(shape: Shape, args: inputs.Inputs):
@@ -160,7 +180,12 @@ def run(
         records.read(output)
     jobs = [(*step, implementation) for step in steps for implementation in implementations]
     rows, faults = [], []
-    with progress(len(jobs) + 1) as begin:
+    ours = [job for job in jobs if job[2] in OURS]
+    with progress(len(jobs) + 2) as begin, ThreadPoolExecutor(os.cpu_count()) as pool:
+        # All at once, for it takes longer than to measure them; and before, for it would disturb.
+        begin(f"compiling {len(ours)} steps")
+        compiled = {job: pool.submit(compile_step, *job) for job in ours}
+        wait(compiled.values())
         begin("ceilings")
         with watchdog("measuring the ceilings", limit_s):
             ceilings = measure.ceilings()
@@ -168,7 +193,8 @@ def run(
             "bf16_tflops": round(ceilings.tflops_16, 1),
             "memory_tbs": round(ceilings.tbs, 3),
         }
-        for shape, format, implementation in jobs:
+        for job in jobs:
+            shape, format, implementation = job
             name = f"{shape} {format} {implementation}"
             say = begin(name)
             start = time.perf_counter()
@@ -181,6 +207,7 @@ def run(
                         iterations=iterations,
                         calls=calls,
                         memory=memory,
+                        compiled=compiled[job].result() if job in compiled else None,
                         say=say,
                     )
             except NotImplementedError as refusal:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,24 @@ def make(shape: Shape, format: str = "bf16", seed: int = 0) -> Inputs:
         _fill(cache_key, num_pages, format, dtype),
         jnp.asarray(pages.reshape(shape.b, max_pages), jnp.int32),
         jnp.full(shape.b, shape.s_k, jnp.int32),
+    )
+
+
+def abstract(shape: Shape, format: str = "bf16") -> Inputs:
+    """Shapes and dtypes of what `make` makes."""
+    array: Any = jax.ShapeDtypeStruct
+    max_pages = -(-shape.s_k // PAGE_SIZE)
+    make_cache = functools.partial(
+        init_cache, shape.b * max_pages, page_size=PAGE_SIZE, format=format
+    )
+    dtype = "float16" if format == "f16" else "bfloat16"
+    q = lambda d: array((shape.b, shape.s_q, shape.h, d), dtype)
+    return Inputs(
+        q(D_LATENT),
+        q(D_ROPE),
+        jax.eval_shape(make_cache),
+        array((shape.b, max_pages), jnp.int32),
+        array((shape.b,), jnp.int32),
     )
 
 

@@ -84,6 +84,17 @@ def test_expected_is_the_oracle(format):
     np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("format", ["bf16", "f16", "fp8_ds_mla", "fp8_token", "fp8_full"])
+def test_a_step_compiled_ahead_takes_the_inputs(format):
+    shape = Shape(2, 70, 3, 2)
+    args = inputs.make(shape, format)
+    avals = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+    assert avals(inputs.abstract(shape, format)) == avals(args)
+    plan = decode._plan(shape)(args.seq_lens)
+    out = decode.compile_step(shape, format, "xla")(args, plan)
+    np.testing.assert_array_equal(out, decode._decode("xla")(args, plan))
+
+
 def test_comparison():
     wanted = jnp.ones((4, 4), jnp.float32)
     assert not inputs.compare(wanted.astype(jnp.bfloat16), wanted).fault("bfloat16")

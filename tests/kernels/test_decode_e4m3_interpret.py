@@ -244,7 +244,11 @@ def header_table(first_column):
 def test_header_names_every_barrier_and_who_waits():
     config = Config("fp8_token", "bfloat16", 512, 64, 64, 128, 1, causal=True, has_sink=False)
     table = {row[0]: row for row in header_table("name")}
-    assert table.keys() == config.barriers().keys() == {barrier_of(s) for s in SITES if s.is_of_barrier}
+    assert (
+        table.keys()
+        == config.barriers().keys()
+        == {barrier_of(s) for s in SITES if s.is_of_barrier}
+    )
     for name, row in table.items():
         used = lambda kind, name=name: {
             NAMES[warpgroup]
