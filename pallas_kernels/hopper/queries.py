@@ -44,8 +44,9 @@ def sign_and_size(scale: float | None, run_scale: jax.Array | None) -> tuple[Any
 
 def score_factor(scale: jax.Array, size: Any) -> jax.Array:
     """What the scores of rows with this scale are multiplied by. Never 0, not even by underflow: a
-    masked score is -inf."""
-    return jnp.maximum(scale * size, MIN_SCALE)
+    masked score is -inf. Nor anything more: a latent part of zeros has the smallest scale, and the
+    row's scores are those of its rope part."""
+    return jnp.maximum(scale * size, float(jnp.finfo(jnp.float32).tiny))
 
 
 def load(ref: Any, *, interpret: bool) -> jax.Array:

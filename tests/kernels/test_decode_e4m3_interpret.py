@@ -118,6 +118,13 @@ def test_scale_known_at_run_time(scale, monkeypatch):
     simulate(case, 2, monkeypatch, scale=jnp.float32(scale))
 
 
+def test_queries_without_a_latent_part(monkeypatch):
+    """Their scores are those of the rope part, in its own size."""
+    case = decode_case((200,), "fp8_token", h_q=8, kv_lora_rank=256, rope_dim=32, page_size=64)
+    case = dataclasses.replace(case, q_latent=case.q_latent * 0, q_rope=case.q_rope * 20)
+    simulate(case, 2, monkeypatch)
+
+
 def test_tiled_rows_on_large_pages(monkeypatch):
     """Eighty rows: the second tile is drawn back over the first."""
     sizes = {"s_q": 5, "h_q": 16, "page_size": 128, "kv_lora_rank": 256, "rope_dim": 64}

@@ -216,6 +216,14 @@ def test_scale_known_at_run_time(scale, format, monkeypatch):
     simulate(case, 2, monkeypatch, scale=jnp.float32(scale))
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_queries_without_a_latent_part(format, monkeypatch):
+    """Their scores are those of the rope part, in its own size."""
+    case = decode_case((200,), format, h_q=8, kv_lora_rank=256, rope_dim=32, page_size=64)
+    case = dataclasses.replace(case, q_latent=case.q_latent * 0, q_rope=case.q_rope * 20)
+    simulate(case, 2, monkeypatch)
+
+
 @pytest.mark.parametrize("format", ["bf16", "fp8_ds_mla"])
 def test_deepseek_sizes_and_a_rising_maximum(format, monkeypatch):
     """Scores of hundreds: the maximum rises by more than is let pass without rescaling, and the two
