@@ -21,7 +21,6 @@ from pallas_kernels.decode_transposed.config import CACHE_FORMATS as TRANSPOSED_
 from pallas_kernels.decode_transposed.config import Config as TransposedConfig
 from pallas_kernels.errors import Unsupported
 from pallas_kernels.hopper.device import num_sms
-from pallas_kernels.hopper.limits import BLOCK_M
 from pallas_kernels.hopper.plan import divide
 from pallas_kernels.hopper.row_tiles import untile
 
@@ -81,28 +80,25 @@ def mla_decode(
     )
     if refusal := config.refusal():
         raise Unsupported(refusal)
-    row_tile = config.row_tile if transposed else BLOCK_M
     # A plan that is given may be for larger row tiles; its parts are right for any.
-    divided = lambda: divide(seq_lens, rows=config.rows, row_tile=row_tile)
+    divided = lambda: divide(seq_lens, rows=config.rows, row_tile=config.row_tile)
     parts = divided() if plan is None else plan.parts
     if any(jax.typeof(x).manual_axis_type.varying for x in (block_table, seq_lens, parts)):
         raise Unsupported(
             "takes no block_table, seq_lens or plan that vary over a mesh axis, for Pallas cannot "
             "type its loops then; give jax.shard_map check_vma=False"
         )
-    attend = functools.partial(_attend, kernel.launch, config, row_tile, interpret)
+    attend = functools.partial(_attend, kernel.launch, config, interpret)
     if interpret is None:
         # One program for all layers of a model; and, for vmap, which Pallas cannot do to `merge`,
         # one call after the other.
-        attend = sequential_vmap(
-            functools.partial(_attend_jit, kernel.launch, config, row_tile, None)
-        )
+        attend = sequential_vmap(functools.partial(_attend_jit, kernel.launch, config, None))
     run_scale = None if is_number else jnp.asarray(scale, jnp.float32)
     out, lse = attend(q_latent, q_rope, cache, block_table, seq_lens, parts, attn_sink, run_scale)
     return (out, lse) if return_lse else out
 
 
-def _attend(launch: Any, config: Any, row_tile: int, interpret: Any, *arrays: Any):
+def _attend(launch: Any, config: Any, interpret: Any, *arrays: Any):
     q_latent, q_rope, cache, block_table, seq_lens, parts, attn_sink, run_scale = arrays
     out, lse, partial, partial_lse2, sink = launch(
         config,
@@ -117,11 +113,14 @@ def _attend(launch: Any, config: Any, row_tile: int, interpret: Any, *arrays: An
         interpret=interpret,
     )
     if parts.shape[0] > 1:
-        sizes = {"row_tile": row_tile, "num_sms": num_sms()}
+        sizes = {"row_tile": config.row_tile, "num_sms": num_sms()}
         out, lse = merge(out, lse, partial, partial_lse2, parts, sink, **sizes, interpret=interpret)
     rows = slice(config.query_rows)
-    out, lse = out[:, rows], untile(lse, config.rows, row_tile)[:, rows].reshape(q_latent.shape[:3])
+    out, lse = (
+        out[:, rows],
+        untile(lse, config.rows, config.row_tile)[:, rows].reshape(q_latent.shape[:3]),
+    )
     return out.reshape(q_latent.shape), lse.transpose(0, 2, 1)
 
 
-_attend_jit = jax.jit(_attend, static_argnums=(0, 1, 2, 3))
+_attend_jit = jax.jit(_attend, static_argnums=(0, 1, 2))
