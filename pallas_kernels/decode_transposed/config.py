@@ -165,9 +165,8 @@ class Config(DecodeConfig):
             "k_rope": tile(stages, BLOCK_KV, self.d_rope, rope),
             "p": tile(2 * self.p_groups, self.row_tile, BLOCK_KV, operand),
         }
-        if self.in_e4m3:
-            buffers["q_factor"] = plgpu.SMEM((1, self.row_tile), f32)
         if self.scaled:
+            buffers["q_factor"] = plgpu.SMEM((1, self.row_tile), f32)
             scale_row = max(self.page_tokens * self.scales_per_token, SCALE_ROW)
             buffers["k_scale"] = plgpu.SMEM((stages, self.pages_per_tile, scale_row), f32)
         else:
@@ -182,7 +181,7 @@ class Config(DecodeConfig):
         """The barriers, by name; the kernel's header says who arrives and who waits."""
         stages = self.num_stages
         loads = (3 if self.scaled else 2) * self.pages_per_tile
-        of_queries = ("q_ready",) if self.in_e4m3 else ("q_full", "q_empty")
+        of_queries = ("q_ready",) if self.scaled else ("q_full", "q_empty")
         return {
             **{name: plgpu.Barrier(num_arrivals=2) for name in of_queries},
             "k_full": plgpu.Barrier(num_barriers=stages, num_arrivals=loads),

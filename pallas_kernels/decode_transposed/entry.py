@@ -4,12 +4,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.decode_transposed.config import Config
 from pallas_kernels.decode_transposed.kernel import decode
-from pallas_kernels.formats import SCALE_TILE
-from pallas_kernels.hopper.widen import in_order_of_keys
 
 
 def launch(
@@ -31,11 +28,7 @@ def launch(
         What `kernel.decode` gives, and the sink of each slot of the row tiles.
     """
     q_latent, q_rope = config.fold(q_latent), config.fold(q_rope)
-    inputs = {}
-    if config.widened:
-        q_latent, inputs["query_scale"] = _in_range_of_f16(q_latent)
-        q_latent = in_order_of_keys(q_latent, interpret=bool(interpret))
-    inputs |= {
+    inputs = {
         "q_latent": q_latent,
         "q_rope": q_rope,
         "latent": cache.latent,
@@ -54,17 +47,3 @@ def launch(
         sink = config.slots(attn_sink.astype(jnp.float32))
         inputs["sink"] = sink.reshape(config.row_tiles, config.row_tile)
     return *decode(config, inputs, interpret), sink
-
-
-def _in_range_of_f16(q_latent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Queries in float16, over a power of two for each 128 channels of a sequence, `[b, groups]`.
-
-    The largest is between 1 and 2 times 2**14: those down to 2**-28 of it keep all their bits.
-    """
-    groups = q_latent.astype(jnp.float32).reshape(*q_latent.shape[:2], -1, SCALE_TILE)
-    finite = jnp.where(jnp.isfinite(groups), jnp.abs(groups), 0.0)  # a head's NaN is its own
-    amax = jnp.maximum(finite.max(axis=(1, 3)), 2.0**-100)
-    exponent_bits = lax.bitcast_convert_type(amax, jnp.int32) & 0x7F800000
-    scale = lax.bitcast_convert_type(exponent_bits, jnp.float32) * 2.0**-14
-    scaled = groups * (1 / scale)[:, None, :, None]
-    return scaled.astype(jnp.float16).reshape(q_latent.shape), scale

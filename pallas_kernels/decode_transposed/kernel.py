@@ -45,9 +45,9 @@ them: V^T goes through registers, P has the tokens' scales in it (`products.py`)
 caches they are of float16 operands, made of e4m3 on the way from the ring to the registers: K and
 V^T both. The scales are factors of S and are in P.
 
-In 16 bits `load_wg` loads the queries too. For e4m3 the math warpgroups load them and quantise each
-row (`hopper.queries`), half of the rows each, while the sequence's first keys are under way; then
-they meet.
+In 16 bits `load_wg` loads the queries too. For fp8 caches the math warpgroups load them and divide
+each row by a scale (`hopper.queries`), half of the rows each, while the sequence's first keys are
+under way; then they meet.
 
 Shared memory (bf16, d_latent 512, d_rope 64, 32 rows, 2 stages):
 
@@ -65,8 +65,8 @@ Shared memory (bf16, d_latent 512, d_rope 64, 32 rows, 2 stages):
     sum                                          224
 
 In e4m3 four stages, k_scale beside them, q_factor (32 f32) and no staging: 190 KiB (fp8_token).
-From fp8_ds_mla the same but for q_factor, 16-bit queries, and a P for each 128 channels of a half:
-220 KiB; with 16 rows, where all channels have theirs at once, 202.
+From fp8_ds_mla the same but 16-bit queries and a P for each 128 channels of a half: 221 KiB; with
+16 rows, where all channels have theirs at once, 203.
 
 Registers per thread: 240 (each math warpgroup: 128 accumulator, 16 S, 8 sums, in e4m3 32 V^T, from
 fp8_ds_mla 16 more of S and 32 of K or V^T), 24 (load_wg).
@@ -74,18 +74,18 @@ fp8_ds_mla 16 more of S and 32 of K or V^T), 24 (load_wg).
 Barriers (arrivals x count per phase; each waiter waits for every phase):
 
     name         guards                                   arrives x count        waits
-    q_ready      q_latent, q_rope, q_factor (e4m3)        mma_wg0, mma_wg1 x 1   mma_wg0, mma_wg1
+    q_ready      q_latent, q_rope, q_factor (fp8)         mma_wg0, mma_wg1 x 1   mma_wg0, mma_wg1
     q_full       q_latent, q_rope filled                  TMA x 2                mma_wg0, mma_wg1
     q_empty      the queries may be replaced              mma_wg0, mma_wg1 x 1   load_wg
     k_full       stage filled                             TMA x 2, 3 per page    mma_wg0, mma_wg1
     k_empty      stage may be refilled                    mma_wg0, mma_wg1       load_wg
     merge_ready  m, l, halves; the last m, l read         mma_wg0, mma_wg1 x 1   mma_wg0, mma_wg1
 
-q_ready is there in e4m3 only, q_full and q_empty in 16 bits; in e4m3 who replaces the queries has
-met the other, at merge_ready, which then has read them. Of k_full each waits for that of its own
-stages. k_empty has one arrival, of whom the stage is, or after a sequence's last tiles of the
-other. m and l have room for two sequences: who writes those of the next but one has met the other,
-which then has read these.
+q_ready is there for fp8 caches, q_full and q_empty in 16 bits; with q_ready, who replaces the
+queries has met the other, at merge_ready, which then has read them. Of k_full each waits for that
+of its own stages. k_empty has one arrival, of whom the stage is, or after a sequence's last tiles
+of the other. m and l have room for two sequences: who writes those of the next but one has met the
+other, which then has read these.
 """
 
 import dataclasses
@@ -223,7 +223,7 @@ def _load_wg(cta: Cta) -> None:
                 lambda: plgpu.barrier_wait(bar.k_empty.at[stage])
             )
             load_tile(piece, tile, stage)
-            if not config.in_e4m3:
+            if not config.scaled:
                 pl.when(i == 0)(lambda: load_q(piece.seq, pieces))
             return carry
 
@@ -233,7 +233,7 @@ def _load_wg(cta: Cta) -> None:
     count, pieces = cta.part.each_sequence(run, (jnp.int32(0), jnp.int32(0)))
 
     # Await the last releases too: no barrier may have a phase pending when the CTA ends.
-    if not config.in_e4m3:
+    if not config.scaled:
         pl.when(pieces > 0)(lambda: plgpu.barrier_wait(bar.q_empty))
     lax.fori_loop(
         jnp.maximum(count - config.num_stages, 0),
@@ -255,14 +255,14 @@ def _math_wg(wg: int, cta: Cta) -> None:
         piece = cta.part.piece(seq)
         share = Share.of(wg, count, piece)
 
-        def step(i, carry, factor, query_scales):
+        def step(i, carry, factor):
             halves, softmax = carry
             index = share.index(i)
             stage, tile = cta.stage(count + index), piece.end - 1 - index
             live, last = piece.seq_len - tile * BLOCK_KV, i == share.tiles - 1
             plgpu.barrier_wait(bar.k_full.at[stage])
             zero = jnp.int32(0) if interpret else opaque_zero(piece.seq_len + index)
-            s = products.scores(stage, zero, query_scales)
+            s = products.scores(stage, zero)
             products.release_queries(last)
             s = _mask(cta, live, s)
             # Another warp's wgmma may still read these as keys, whose scores are masked.
@@ -281,8 +281,8 @@ def _math_wg(wg: int, cta: Cta) -> None:
             return halves, softmax._replace(l=l + own_rows(p, largest=False))
 
         def live():
-            of_queries = products.await_queries(seq)
-            one = lambda i, carry: step(i, carry, *of_queries)
+            factor = products.await_queries(seq)
+            one = lambda i, carry: step(i, carry, factor)
             state = ColumnSoftmax.start(config.row_tile, config.scale_groups, scaled=config.scaled)
             halves, softmax = lax.fori_loop(0, share.tiles, one, (products.zeros(), state))
             products.release_queries(share.tiles == 0)

@@ -34,10 +34,6 @@ from pallas_kernels.hopper.softmax import LOG2E
 Half = tuple[jax.Array, ...]
 """The accumulators of half an output's channels."""
 
-OfQueries = tuple[jax.Array | float, tuple[jax.Array, ...]]
-"""A sequence's factor of the scores, base 2 included, positive; and what the scores of each group
-of channels are multiplied by, nothing if there are no groups."""
-
 ToOutput = Callable[[Callable[[Any], None]], None]
 """Calls its argument with the place where half an output goes."""
 
@@ -64,19 +60,15 @@ class Products:
         half = (full(shape, 0.0, jnp.float32),) * config.accumulators
         return half, half
 
-    def await_queries(self, seq) -> OfQueries:
+    def await_queries(self, seq) -> jax.Array | float:
         """Wait until TMA has brought them; what their scores are to be multiplied by."""
         del seq
         plgpu.barrier_wait(self.bar.q_full)
-        return (1.0 if self.config.scale is None else self.config.scale * LOG2E), ()
+        return 1.0 if self.config.scale is None else self.config.scale * LOG2E
 
     def release_queries(self, last) -> None:
         """If these scores are the last, the next queries may be loaded."""
         plgpu.barrier_arrive(self.bar.q_empty, predicate=last)
-
-    def _scaled(self, s: jax.Array) -> jax.Array:
-        """Scores with the factor that is known at run time only and may not be positive."""
-        return s if self.config.scale is not None else s * (self.gmem.run_scale[0] * LOG2E)
 
     def _products(self, stage, zero, groups: tuple[tuple[str, ...], ...]) -> tuple[jax.Array, ...]:
         """For each group the sum of the products of these parts of keys and queries."""
@@ -92,11 +84,11 @@ class Products:
 class In16Bits(Products):
     """bf16 and f16 caches."""
 
-    def scores(self, stage, zero, query_scales) -> jax.Array:
+    def scores(self, stage, zero) -> jax.Array:
         """S^T, less the factor that `await_queries` gives."""
-        del query_scales
         (s,) = self._products(stage, zero, (("latent", "rope"),))
-        return self._scaled(s)
+        # A factor that is known at run time only may not be positive.
+        return s if self.config.scale is not None else s * (self.gmem.run_scale[0] * LOG2E)
 
     def largest_scales(self, stage, live) -> tuple[jax.Array, ...]:
         """Of the tile's tokens; there are none."""
@@ -137,6 +129,42 @@ class In16Bits(Products):
 class ThroughRegisters(Products):
     """Latents in e4m3: the even and the odd channels have accumulators of their own."""
 
+    def await_queries(self, seq) -> jax.Array | float:
+        """Quantise this warpgroup's rows, wait for the other's; what the scores of each are to be
+        multiplied by."""
+        config, gmem, smem, interpret = self.config, self.gmem, self.smem, self.interpret
+        run_scale = gmem.run_scale[0] if config.scale is None else None
+        sign, size = queries.sign_and_size(config.scale, run_scale)
+        dtypes = jnp.dtype(config.operand_dtype), jnp.dtype(config.rope_dtype)
+        own = range(self.wg * queries.ROWS, config.row_tile, 2 * queries.ROWS)
+        # All are on their way before the first is waited for.
+        loaded = []
+        for first in own:
+            rows = pl.ds(self.rows.start + first, queries.ROWS)
+            sources = gmem.q_latent.at[seq, rows], gmem.q_rope.at[seq, rows]
+            loaded.append([queries.load(source, interpret=interpret) for source in sources])
+        for first, (latent, rope) in zip(own, loaded, strict=True):
+            rows = pl.ds(first, queries.ROWS)
+            latent, rope, scale = queries.quantise(latent, rope, sign, *dtypes)
+            store = functools.partial(queries.store, interpret=interpret)
+            for buffer, values, order_of_keys in (
+                (smem.q_latent, latent, config.widened),
+                (smem.q_rope, rope, False),
+            ):
+                transforms = tiled(buffer.shape[2], values.dtype.itemsize)
+                place = buffer.at[0, rows]
+                store(place, values, transforms, order_of_keys=order_of_keys)
+            factor = queries.score_factor(scale, size)
+            queries.store_values(smem.q_factor.at[0, rows], factor, interpret=interpret)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.bar.q_ready)
+        plgpu.barrier_wait(self.bar.q_ready)
+        (factor,) = fp8.load_columns(smem.q_factor, config.row_tile, interpret=interpret)
+        return factor
+
+    def release_queries(self, last) -> None:
+        """Nothing: the next ones replace them after the meeting at the sequence's end."""
+
     def _token_scales(self, stage) -> tuple[jax.Array, ...]:
         """Of each kind that there is, one per row of S^T."""
         return columns.load_token_values(
@@ -175,40 +203,8 @@ class ThroughRegisters(Products):
 class InE4m3(ThroughRegisters):
     """`fp8_token` and `fp8_full` caches."""
 
-    def await_queries(self, seq) -> OfQueries:
-        """Quantise this warpgroup's rows, wait for the other's; what their scores are to be
-        multiplied by."""
-        config, gmem, smem, interpret = self.config, self.gmem, self.smem, self.interpret
-        run_scale = gmem.run_scale[0] if config.scale is None else None
-        sign, size = queries.sign_and_size(config.scale, run_scale)
-        rope_dtype = jnp.dtype(config.rope_dtype)
-        own = range(self.wg * queries.ROWS, config.row_tile, 2 * queries.ROWS)
-        # All are on their way before the first is waited for.
-        loaded = []
-        for first in own:
-            rows = pl.ds(self.rows.start + first, queries.ROWS)
-            sources = gmem.q_latent.at[seq, rows], gmem.q_rope.at[seq, rows]
-            loaded.append([queries.load(source, interpret=interpret) for source in sources])
-        for first, (latent, rope) in zip(own, loaded, strict=True):
-            rows = pl.ds(first, queries.ROWS)
-            latent, rope, scale = queries.quantise(latent, rope, sign, rope_dtype)
-            for buffer, values in ((smem.q_latent, latent), (smem.q_rope, rope)):
-                transforms = tiled(buffer.shape[2], values.dtype.itemsize)
-                queries.store(buffer.at[0, rows], values, transforms, interpret=interpret)
-            factor = queries.score_factor(scale, size)
-            queries.store_values(smem.q_factor.at[0, rows], factor, interpret=interpret)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(self.bar.q_ready)
-        plgpu.barrier_wait(self.bar.q_ready)
-        (factor,) = fp8.load_columns(smem.q_factor, config.row_tile, interpret=interpret)
-        return factor, ()
-
-    def release_queries(self, last) -> None:
-        """Nothing: the next ones replace them after the meeting at the sequence's end."""
-
-    def scores(self, stage, zero, query_scales) -> jax.Array:
+    def scores(self, stage, zero) -> jax.Array:
         """S^T, less the factor that `await_queries` gives."""
-        del query_scales
         apart = self.config.scales_per_token > 1
         groups = (("latent",), ("rope",)) if apart else (("latent", "rope"),)
         products = self._products(stage, zero, groups)
@@ -262,17 +258,11 @@ class InE4m3(ThroughRegisters):
 class Widened(ThroughRegisters):
     """`fp8_ds_mla` caches."""
 
-    def await_queries(self, seq) -> OfQueries:
-        """Wait until TMA has brought them; what their scores are to be multiplied by."""
-        factor, _ = super().await_queries(seq)
-        groups = range(self.config.scale_groups)
-        return factor, tuple(self.gmem.query_scale[seq, group] for group in groups)
-
     def _group(self, stage, group: int) -> Any:
         """The channels of a tile that share a scale."""
         return self.views.latent.at[stage, :, group * SCALE_TILE : (group + 1) * SCALE_TILE]
 
-    def scores(self, stage, zero, query_scales) -> jax.Array:
+    def scores(self, stage, zero) -> jax.Array:
         """S^T, less the factor that `await_queries` gives."""
         config, smem, interpret = self.config, self.smem, self.interpret
         shape = (BLOCK_KV, config.row_tile)
@@ -290,9 +280,8 @@ class Widened(ThroughRegisters):
             # Not before: each of their loads brings all groups', and they would take registers.
             token_scales = self._token_scales(stage)
             for group, product in zip(groups, products, strict=False):
-                factor = token_scales[group] * query_scales[group]
-                s += product * across(factor, config.row_tile)
-        return self._scaled(s)
+                s += product * across(token_scales[group], config.row_tile)
+        return s
 
     def largest_scales(self, stage, live) -> tuple[jax.Array, ...]:
         """Of each group's tokens before `live`; alike in all warps."""

@@ -1,4 +1,5 @@
-"""Queries in e4m3: each row is divided by a scale of its own, which its scores are multiplied by.
+"""Queries in e4m3 or float16: each row is divided by a scale of its own, which its scores are
+multiplied by.
 
 A factor of the scores that is known at run time only may be negative or 0. That part of it goes
 into the queries: masked scores stay -inf.
@@ -9,18 +10,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic.gpu import FragmentedArray
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.formats import E4M3_MAX, MIN_SCALE
 from pallas_kernels.hopper.fp8 import tile_strides
 from pallas_kernels.hopper.inline import inline_mgpu
 from pallas_kernels.hopper.layouts import across
 from pallas_kernels.hopper.softmax import LOG2E
-from pallas_kernels.hopper.threads import const, warp_and_lane
+from pallas_kernels.hopper.threads import const, extract, warp_and_lane
+
+_EXPONENT = 0x7F800000
+"""The bits of a float32's exponent."""
+_BITS_OF_ONE = 0x3F800000
 
 WARPS = 4
 ROWS = 8
@@ -28,8 +34,17 @@ ROWS = 8
 
 
 def row_scale(amax: jax.Array) -> jax.Array:
-    """The scale of rows whose largest magnitude is `amax`."""
+    """The scale of rows in e4m3 whose largest magnitude is `amax`."""
     return jnp.maximum(amax * (1 / E4M3_MAX), MIN_SCALE)
+
+
+def _power_of_two(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """That of rows in float16, and its inverse: the largest magnitude becomes 1 to 2 times 2**14,
+    and bfloat16 values down to 2**-31 of it keep all their bits."""
+    bits = lambda x: lax.bitcast_convert_type(x, jnp.int32)
+    value = lambda x: lax.bitcast_convert_type(x, jnp.float32)
+    scale = jnp.maximum(value(bits(amax) & _EXPONENT) * 2.0**-14, MIN_SCALE)
+    return scale, value(2 * _BITS_OF_ONE - bits(scale))  # where division is approximate
 
 
 def sign_and_size(scale: float | None, run_scale: jax.Array | None) -> tuple[Any, Any]:
@@ -78,23 +93,30 @@ def load(ref: Any, *, interpret: bool) -> jax.Array:
 
 
 def quantise(
-    latent: jax.Array, rope: jax.Array, sign: Any, rope_dtype: Any
+    latent: jax.Array, rope: jax.Array, sign: Any, latent_dtype: Any, rope_dtype: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`ROWS` rows of queries, quantised, and the scale of each: that of its latent part, which
-    becomes e4m3, or, if the rope part does so too, of both."""
+    becomes e4m3 or float16, or, if the rope part becomes e4m3 too, of both."""
     latent, rope = (x.astype(jnp.float32) for x in (latent, rope))
     largest = lambda x: jnp.abs(x).max(axis=1)
     amax, e4m3 = largest(latent), jnp.dtype(jnp.float8_e4m3fn)
     if rope_dtype == e4m3:
         amax = jnp.maximum(amax, largest(rope))
-    scale = row_scale(amax)
-    inverse = sign / scale
+    if latent_dtype == e4m3:
+        scale = row_scale(amax)
+        inverse = sign / scale
+    else:
+        scale, inverse = _power_of_two(amax)
+        inverse *= sign
     scaled = lambda x, dtype: (x * across(inverse, x.shape[1])).astype(dtype)
-    return scaled(latent, e4m3), scaled(rope, rope_dtype), scale
+    return scaled(latent, latent_dtype), scaled(rope, rope_dtype), scale
 
 
-def store(ref: Any, values: jax.Array, transforms: Any, *, interpret: bool) -> None:
-    """Store `ROWS` quantised rows to a tile in shared memory that wgmma reads."""
+def store(
+    ref: Any, values: jax.Array, transforms: Any, *, order_of_keys: bool = False, interpret: bool
+) -> None:
+    """Store `ROWS` quantised rows to a tile in shared memory that wgmma reads; in float16, if asked
+    for, with their channels in the order of `widen.load_keys`."""
     if interpret:
         ref[...] = values
         return
@@ -107,7 +129,7 @@ def store(ref: Any, values: jax.Array, transforms: Any, *, interpret: bool) -> N
         _, column_tile_bytes, row_bytes = tile_strides(ref)
         bits = mgpu_utils.bitwidth(values.registers.flat[0].type)
         warp, lane = warp_and_lane()
-        in_row = arith.muli(lane, const(bits // 8))
+        in_row = _first_place(lane) if order_of_keys else arith.muli(lane, const(bits // 8))
         tile = arith.shrui(in_row, const(row_bytes.bit_length() - 1))
         tile = arith.muli(tile, const(column_tile_bytes))
         in_tile = arith.andi(in_row, const(row_bytes - 1))
@@ -120,13 +142,44 @@ def store(ref: Any, values: jax.Array, transforms: Any, *, interpret: bool) -> N
             place = arith.xori(in_tile, arith.muli(swizzle, const(16)))
             at = arith.addi(tile, arith.addi(row, place))
             first = mgpu_utils.getelementptr(base, [at], i8)
+            if order_of_keys:
+                at = arith.xori(at, const(_PLACES_APART))
+                second = mgpu_utils.getelementptr(base, [at], i8)
             for j, several in enumerate(of_row):
-                # LLVM has no vectors of 8-bit floats.
-                word = mgpu_utils.bitcast(several, ir.IntegerType.get_signless(bits))
                 offset = j * (4 * bits // row_bytes) * column_tile_bytes
-                llvm.store(word, mgpu_utils.getelementptr(first, [offset], i8))
+                if order_of_keys:
+                    words = zip((first, second), _in_order_of_keys(several), strict=True)
+                else:
+                    # LLVM has no vectors of 8-bit floats.
+                    word = mgpu_utils.bitcast(several, ir.IntegerType.get_signless(bits))
+                    words = [(first, word)]
+                for start, word in words:
+                    llvm.store(word, mgpu_utils.getelementptr(start, [offset], i8))
 
     store_rows(ref, values)
+
+
+_PLACES_APART = 16
+"""Bytes from one half of a lane's eight float16 to the other, in the order of keys."""
+
+
+def _first_place(lane: ir.Value) -> ir.Value:
+    """Where in a row the first half of a lane's eight channels goes, in bytes.
+
+    Of 16 channels, which are two lanes', the pairs 0 2 4 6 come first, then 1 3 5 7.
+    """
+    sixteen, half = arith.shrui(lane, const(1)), arith.andi(lane, const(1))
+    return arith.addi(arith.muli(sixteen, const(32)), arith.muli(half, const(8)))
+
+
+def _in_order_of_keys(eight: ir.Value) -> list[ir.Value]:
+    """The even and the odd pairs of eight float16."""
+    i32 = ir.IntegerType.get_signless(32)
+    pairs = mgpu_utils.bitcast(eight, ir.VectorType.get((4,), i32))
+    two = ir.VectorType.get((2,), i32)
+    return [
+        vector.from_elements(two, [extract(pairs, i), extract(pairs, i + 2)]) for i in range(2)
+    ]
 
 
 def store_values(ref: Any, values: jax.Array, *, interpret: bool) -> None:

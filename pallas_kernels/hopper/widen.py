@@ -8,7 +8,7 @@ A word of four e4m3, as `ldmatrix` brings it to a thread, becomes two words of a
 
 - Of keys `[tokens, channels]` it is the channels 4i to 4i + 3 of 16 of a token. The operand has for
   the thread the places 2i, 2i + 1, 2i + 8 and 2i + 9 of 16: the channels are summed in another
-  order, in which the queries must have them too (`in_order_of_keys`).
+  order, in which the queries must have them too (`queries.store`).
 - Of values, transposed, it is two channels of two tokens. A byte permutation brings the tokens of a
   channel together; the even and the odd channels are an operand each, as in `hopper.fp8`. Tokens
   stay in their order.
@@ -63,14 +63,6 @@ def load_keys(tile: Any, *, interpret: bool) -> jax.Array:
         return FragmentedArray(_registers=wide, _layout=layout, _is_signed=None)
 
     return load(tile)
-
-
-def in_order_of_keys(queries: jax.Array, *, interpret: bool) -> jax.Array:
-    """Queries `[..., channels]` with their channels in the order of `load_keys`."""
-    if interpret:
-        return queries
-    places = queries.reshape(*queries.shape[:-1], -1, 4, 2, 2)
-    return places.swapaxes(-2, -3).reshape(queries.shape)
 
 
 def load_values(tile: Any, *, interpret: bool) -> tuple[jax.Array, jax.Array]:

@@ -17,6 +17,7 @@ def element(name):
     return {
         "e4m3": ir.Float8E4M3FNType.get,
         "bf16": ir.BF16Type.get,
+        "f16": ir.F16Type.get,
         "f32": ir.F32Type.get,
         "i32": lambda: ir.IntegerType.get_signless(32),
         "i16": lambda: ir.IntegerType.get_signless(16),
@@ -159,6 +160,12 @@ def accumulator(shape):
             for half in range(2):
                 rows = 64 * block + 16 * WARP + LANE // 4 + 8 * half
                 yield (block, group, half), rows, 8 * group + LANE % 4 * 2
+
+
+def in_order_of_keys(channels):
+    """The channels `[..., n]` in the order in which `widen.load_keys` has the keys'."""
+    places = channels.reshape(*channels.shape[:-1], -1, 4, 2, 2)
+    return places.swapaxes(-2, -3).reshape(channels.shape)
 
 
 def permuted(value):

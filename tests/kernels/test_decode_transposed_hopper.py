@@ -159,10 +159,11 @@ def test_tokens_of_very_different_scale(format):
     check(dataclasses.replace(case, cache=dataclasses.replace(case.cache, scale=scale)))
 
 
-@pytest.mark.parametrize("exponents", [(-20, 20, 7, 8), (20, -20, 0, -13)])
+@pytest.mark.parametrize("exponents", [(-14, 14, 7, 8), (14, -14, 0, -13)])
 @pytest.mark.parametrize("h_q", [16, 32])
 def test_groups_of_channels_of_very_different_scale(h_q, exponents):
-    """Queries and values are float16 on the way: each group in a range of its own."""
+    """Queries and values are float16 on the way: values each group in a range of its own, queries
+    of a row in one."""
     case = decode_case(LENS["many"], h_q, format="fp8_ds_mla")
     expected_out, expected_lse = oracle.decode(*case.args, scale=inputs.SCALE)
     out, lse = compiled()(*inputs.with_scales_of(case, exponents).args)

@@ -31,8 +31,12 @@ from tests.kernels import simulator
 pytestmark = [pytest.mark.interpret, pytest.mark.timeout(120)]
 
 SITES = [*simulator.sites(kernel), *simulator.sites(products)]
-FORMATS = {"bf16": "In16Bits", "fp8_ds_mla": "Widened", "fp8_token": "InE4m3"}
-"""One of each kind, and the class that has its products."""
+FORMATS = {
+    "bf16": {"In16Bits"},
+    "fp8_ds_mla": {"Widened", "ThroughRegisters"},
+    "fp8_token": {"InE4m3", "ThroughRegisters"},
+}
+"""One of each kind, and the classes that have its products."""
 MATH, LOAD = (0, 1), (2,)
 NAMES = ("mma_wg0", "mma_wg1", "load_wg")
 
@@ -52,7 +56,7 @@ def config(format):
 
 def sites_of(format):
     """Those in the kernel for caches in this format."""
-    others = set(FORMATS.values()) - {FORMATS[format]}
+    others = set.union(*FORMATS.values()) - FORMATS[format]
     barriers = config(format).barriers()
     return [
         site
@@ -255,9 +259,10 @@ def test_tokens_of_very_different_scale(format, monkeypatch):
     simulate(dataclasses.replace(case, cache=cache), 1, monkeypatch)
 
 
-@pytest.mark.parametrize("exponents", [(-20, 20), (20, -20)])
+@pytest.mark.parametrize("exponents", [(-14, 14), (14, -14)])
 def test_groups_of_channels_of_very_different_scale(exponents, monkeypatch):
-    """Queries and values are float16 on the way: each group in a range of its own."""
+    """Queries and values are float16 on the way: values each group in a range of its own, queries
+    of a row in one."""
     sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
     case = decode_case((70, 3), "fp8_ds_mla", **sizes)
     out, lse = run(inputs.with_scales_of(case, exponents), 1, monkeypatch)
