@@ -22,6 +22,12 @@ MIN_SCALE = 2.0**-64
 """Floor of the other fp8 scales: all-zero tokens divide by it, and rope keys up to 1e19 divided by
 it are still finite in bfloat16."""
 
+EXPONENT = 0x7F800000
+"""The bits of a float32 that are its exponent."""
+
+BITS_OF_ONE = 0x3F800000
+"""Those of a float32 that is 1."""
+
 ITEM_BYTES: Mapping[str, int] = types.MappingProxyType(
     {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 )

@@ -69,7 +69,9 @@ class Config(DecodeConfig):
         have no scales, all are 1."""
         if not self.scaled:
             return 1.0
-        return (F16_MAX if self.widened else E4M3_MAX) / (self.p_max * 2.0**self.slack)
+        largest = self.p_max * 2.0**self.slack
+        # Powers of two are compared, and scales may be up to twice as large.
+        return F16_MAX / 2 / largest if self.widened else E4M3_MAX / largest
 
     @property
     def scale_groups(self) -> int:

@@ -269,12 +269,13 @@ def _math_wg(wg: int, cta: Cta) -> None:
             pl.when(live < BLOCK_KV)(lambda: products.zero_dead_tokens(stage, live))
             scale_maxima = products.largest_scales(stage, live)
             largest = over_rows(own_rows(s, largest=True), smem.scratch.at[wg], largest=True)
-            softmax, alphas, beta = softmax.follow(
-                largest * factor, scale_maxima, config.slack, config.scale_slack
+            before, softmax = (
+                softmax,
+                softmax.follow(largest * factor, scale_maxima, config.slack, config.scale_slack),
             )
             scaled = s * (factor if isinstance(factor, float) else down(factor, BLOCK_KV))
             p = jnp.exp2(scaled - down(softmax.m, BLOCK_KV))
-            halves, l = _rescale(alphas, beta, halves, softmax.l, interpret=interpret)
+            halves, l = _rescale(before, softmax, halves, interpret=interpret)
             # The maxima were a meeting of the warps: none of them still multiplies with P.
             halves = products.add_values(stage, zero, halves, p, softmax.scales, live)
             plgpu.barrier_arrive(bar.k_empty.at[stage], predicate=jnp.logical_not(last))
@@ -317,21 +318,21 @@ def _mask(cta: Cta, live, s: jax.Array) -> jax.Array:
     return lax.cond(live - behind < BLOCK_KV, mask, lambda s: s, s)
 
 
-def _rescale(
-    alphas: tuple[jax.Array, ...], beta: jax.Array, halves: Any, l: jax.Array, *, interpret: bool
-):
-    """The output so far times each group's alpha and the sums times beta, which is no less; left
-    out where every alpha is 1 for all columns, in all warps alike."""
+def _rescale(before: ColumnSoftmax, after: ColumnSoftmax, halves: Any, *, interpret: bool):
+    """The output so far and the sums, relative to `after`; left out where that is no other than
+    `before`, in all warps alike."""
     leaves, tree = jax.tree.flatten(halves)
-    of_leaves = [alpha for alpha in alphas for _ in range(len(leaves) // len(alphas))]
 
     def scaled(l, *leaves):
+        alphas, beta = after.factors_since(before)
+        of_leaves = (alpha for alpha in alphas for _ in range(len(leaves) // len(alphas)))
         factors = zip(leaves, of_leaves, strict=True)
         return l * beta, *(x * down(alpha, x.shape[0]) for x, alpha in factors)
 
-    smallest = functools.reduce(jnp.minimum, alphas)
-    needed = fp8.any_column_below_one(smallest, interpret=interpret)
-    l, *leaves = lax.cond(needed, scaled, lambda *same: same, l, *leaves)
+    changed = columns.any_above(after.m, before.m, interpret=interpret)
+    for old, new in zip(before.scales, after.scales, strict=True):
+        changed = jnp.logical_or(changed, new > old)
+    l, *leaves = lax.cond(changed, scaled, lambda *same: same, before.l, *leaves)
     return jax.tree.unflatten(tree, leaves), l
 
 

@@ -284,7 +284,7 @@ class Widened(ThroughRegisters):
         return s
 
     def largest_scales(self, stage, live) -> tuple[jax.Array, ...]:
-        """Of each group's tokens before `live`; alike in all warps."""
+        """Of each group's tokens before `live`, as powers of two; alike in all warps."""
         return widen.largest_scales(
             self.smem.k_scale.at[stage],
             live,
@@ -304,7 +304,8 @@ class Widened(ThroughRegisters):
                 sync_warps(interpret=interpret)  # the products of all of them have read P
             token_scales = self._live_scales(stage, live)
             for group in range(first, first + config.p_groups):
-                factor = token_scales[group] * (config.p_max / scales[group])
+                inverse = widen.inverse(scales[group], interpret=interpret)
+                factor = token_scales[group] * (config.p_max * inverse)
                 of_group = p * across(factor, config.row_tile)
                 smem.p.at[place(group) + zero].T[...] = of_group.astype(jnp.float16)
             plgpu.commit_smem()

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.hopper.inline import inline_mgpu
+from pallas_kernels.hopper.inline import any_of_warp, inline_mgpu
 from pallas_kernels.hopper.layouts import WGMMA, WGMMA_COLUMN, WGMMA_ROW
 from pallas_kernels.hopper.threads import const, extract, warp_and_lane
 
@@ -99,6 +99,29 @@ def over_rows(values: jax.Array, scratch: Any, *, largest: bool, interpret: bool
 
 def _combine(largest: bool) -> Any:
     return arith.maxnumf if largest else arith.addf
+
+
+def any_above(values: jax.Array, bounds: jax.Array, *, interpret: bool) -> jax.Array:
+    """Whether any of the values, one per accumulator column, is above its bound: alike in all
+    warps."""
+    if interpret:
+        return jnp.any(values > bounds)
+    splat = plgpu.Layout.WG_SPLAT(())
+
+    @inline_mgpu(
+        arg_types=(WGMMA_COLUMN, WGMMA_COLUMN),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=splat),
+    )
+    def compare(ctx, values, bounds):
+        del ctx
+        above = [
+            arith.cmpf(arith.CmpFPredicate.OGT, extract(value, i), extract(bound, i))
+            for value, bound in zip(values.registers.flat, bounds.registers.flat, strict=True)
+            for i in range(2)
+        ]
+        return FragmentedArray.splat(any_of_warp(above), (), is_signed=False)
+
+    return compare(values, bounds)
 
 
 def store_column_values(ref: Any, values: jax.Array, *, interpret: bool) -> None:

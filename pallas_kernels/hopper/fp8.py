@@ -291,11 +291,6 @@ def at_most(values: jax.Array, bound: float, *, interpret: bool) -> jax.Array:
     return smaller(values)
 
 
-def any_column_below_one(values: jax.Array, *, interpret: bool) -> jax.Array:
-    """Whether one of the values, one per accumulator column, is below 1: alike in all warps."""
-    return -max_over_columns(-values, interpret=interpret) < 1.0
-
-
 def keep_columns(
     tile: jax.Array, values: jax.Array, row_limit: jax.Array, limit: jax.Array, *, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:

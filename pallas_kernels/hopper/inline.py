@@ -30,7 +30,7 @@ def warp_any_below_one(ctx, values):
     del ctx
     one = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), 1.0))
     below = [arith.cmpf(arith.CmpFPredicate.OLT, extract(v, 0), one) for v in values.registers.flat]
-    return FragmentedArray.splat(_any_of_warp(below), (), is_signed=False)
+    return FragmentedArray.splat(any_of_warp(below), (), is_signed=False)
 
 
 VOTES = 4
@@ -54,7 +54,7 @@ def vote(ref, values: jax.Array, *, interpret: bool) -> None:
         # All lanes store the same.
         warp, _ = warp_and_lane()
         at = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [warp], f32)
-        llvm.store(arith.select(_any_of_warp(positive), one, zero), at)
+        llvm.store(arith.select(any_of_warp(positive), one, zero), at)
 
     store(ref, values)
 
@@ -82,7 +82,7 @@ def any_vote(ref, *, interpret: bool) -> jax.Array:
     return load(ref)
 
 
-def _any_of_warp(conditions):
+def any_of_warp(conditions):
     """Whether any of a thread's conditions holds in any thread of its warp."""
     mine = functools.reduce(arith.ori, conditions)
     return nvvm.vote_sync(

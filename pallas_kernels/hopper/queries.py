@@ -17,16 +17,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.formats import E4M3_MAX, MIN_SCALE
+from pallas_kernels.formats import BITS_OF_ONE, E4M3_MAX, EXPONENT, MIN_SCALE
 from pallas_kernels.hopper.fp8 import tile_strides
 from pallas_kernels.hopper.inline import inline_mgpu
 from pallas_kernels.hopper.layouts import across
 from pallas_kernels.hopper.softmax import LOG2E
 from pallas_kernels.hopper.threads import const, extract, warp_and_lane
-
-_EXPONENT = 0x7F800000
-"""The bits of a float32's exponent."""
-_BITS_OF_ONE = 0x3F800000
 
 WARPS = 4
 ROWS = 8
@@ -43,8 +39,8 @@ def _power_of_two(amax: jax.Array) -> tuple[jax.Array, jax.Array]:
     and bfloat16 values down to 2**-31 of it keep all their bits."""
     bits = lambda x: lax.bitcast_convert_type(x, jnp.int32)
     value = lambda x: lax.bitcast_convert_type(x, jnp.float32)
-    scale = jnp.maximum(value(bits(amax) & _EXPONENT) * 2.0**-14, MIN_SCALE)
-    return scale, value(2 * _BITS_OF_ONE - bits(scale))  # where division is approximate
+    scale = jnp.maximum(value(bits(amax) & EXPONENT) * 2.0**-14, MIN_SCALE)
+    return scale, value(2 * BITS_OF_ONE - bits(scale))  # where division is approximate
 
 
 def sign_and_size(scale: float | None, run_scale: jax.Array | None) -> tuple[Any, Any]:
@@ -177,9 +173,7 @@ def _in_order_of_keys(eight: ir.Value) -> list[ir.Value]:
     i32 = ir.IntegerType.get_signless(32)
     pairs = mgpu_utils.bitcast(eight, ir.VectorType.get((4,), i32))
     two = ir.VectorType.get((2,), i32)
-    return [
-        vector.from_elements(two, [extract(pairs, i), extract(pairs, i + 2)]) for i in range(2)
-    ]
+    return [vector.from_elements(two, [extract(pairs, i), extract(pairs, i + 2)]) for i in range(2)]
 
 
 def store_values(ref: Any, values: jax.Array, *, interpret: bool) -> None:

@@ -128,18 +128,26 @@ class ColumnSoftmax(NamedTuple):
         scale_maxima: tuple[jax.Array, ...],
         slack: float,
         scale_slack: float,
-    ) -> tuple["ColumnSoftmax", tuple[jax.Array, ...], jax.Array]:
-        """`PairedSoftmax.follow`, of a single tile: the new state but for `l`, the factor of each
-        group's output so far and that of `l`, all the caller's to apply."""
+    ) -> "ColumnSoftmax":
+        """`PairedSoftmax.follow`, of a single tile: the new state but for `l`. Where it is another,
+        the caller has to apply `factors_since`."""
         m_max = jnp.maximum(self.m, maximum)
         m = jnp.where(m_max > self.m + slack, m_max, self.m)
-        beta = jnp.exp2(self.m - m)
-        scales, alphas = [], []
-        for before, largest in zip(self.scales, scale_maxima, strict=True):
-            grown = largest > before * scale_slack
-            scales.append(jnp.where(grown, jnp.maximum(largest, MIN_SCALE), before))
-            alphas.append(beta * jnp.where(grown, before / scales[-1], 1.0))
-        return self._replace(m=m, scales=tuple(scales)), tuple(alphas), beta
+        scales = [
+            jnp.where(largest > before * scale_slack, jnp.maximum(largest, MIN_SCALE), before)
+            for before, largest in zip(self.scales, scale_maxima, strict=True)
+        ]
+        return self._replace(m=m, scales=tuple(scales))
+
+    def factors_since(self, before: "ColumnSoftmax") -> tuple[tuple[jax.Array, ...], jax.Array]:
+        """Of each group's output, and of `l`, that are relative to an earlier state: at most 1, and
+        exactly 1 where nothing has changed."""
+        beta = jnp.exp2(before.m - self.m)
+        ratios = (
+            jnp.where(new > old, old / new, 1.0)
+            for old, new in zip(before.scales, self.scales, strict=True)
+        )
+        return tuple(beta * ratio for ratio in ratios), beta
 
 
 def with_sink(inverse: jax.Array, lse2: jax.Array, sink: jax.Array) -> jax.Array:

@@ -28,6 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
+from pallas_kernels.formats import BITS_OF_ONE, EXPONENT
 from pallas_kernels.hopper.fp8 import tile_strides
 from pallas_kernels.hopper.inline import inline_mgpu
 from pallas_kernels.hopper.layouts import WGMMA, tiled
@@ -147,8 +148,8 @@ def _widened(word: ir.Value) -> list[ir.Value]:
 def largest_scales(
     ref: Any, live: jax.Array, *, per_row: int, kinds: int, interpret: bool
 ) -> tuple[jax.Array, ...]:
-    """The largest of each kind of scale of the tokens before `live`, of 64, in shared memory; alike
-    in all warps, 0 if there are none.
+    """The largest of each kind of scale of the tokens before `live`, of 64, in shared memory,
+    rounded down to a power of two; alike in all warps, 0 if there are none.
 
     `ref [rows, ...]` holds those of `per_row` tokens in each row, the kinds side by side. They are
     not negative.
@@ -157,6 +158,8 @@ def largest_scales(
         scales = ref[...][:, : per_row * kinds].reshape(64, kinds)
         token = jax.lax.broadcasted_iota(jnp.int32, scales.shape, 0)
         largest = jnp.where(token < live, scales, 0.0).max(axis=0)
+        bits = jax.lax.bitcast_convert_type(largest, jnp.int32) & EXPONENT
+        largest = jax.lax.bitcast_convert_type(bits, jnp.float32)
         return tuple(largest[kind] for kind in range(kinds))
     row_stride = ref.shape[1]
     splat = plgpu.Layout.WG_SPLAT(())
@@ -186,7 +189,27 @@ def largest_scales(
             )
             largest = functools.reduce(arith.maxui, both)
             largest = mgpu_utils.redux(largest, const(-1), nvvm.ReductionKind.UMAX)
+            largest = arith.andi(largest, const(EXPONENT))
             found.append(FragmentedArray.splat(mgpu_utils.bitcast(largest, f32), ()))
         return tuple(found)
 
     return reduce(ref, live)
+
+
+def inverse(power_of_two: jax.Array, *, interpret: bool) -> jax.Array:
+    """1 over a power of two between 2**-126 and 2**126: division would take a dozen
+    instructions."""
+    if interpret:
+        return 1 / power_of_two
+    splat = plgpu.Layout.WG_SPLAT(())
+    result = plgpu.ShapeDtypeStruct((), jnp.float32, layout=splat)
+
+    @inline_mgpu(arg_types=(splat,), return_type=result)
+    def negate_exponent(ctx, power_of_two):
+        del ctx
+        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+        bits = mgpu_utils.bitcast(power_of_two.registers.flat[0], i32)
+        bits = arith.subi(const(2 * BITS_OF_ONE), bits)
+        return FragmentedArray.splat(mgpu_utils.bitcast(bits, f32), ())
+
+    return negate_exponent(power_of_two)

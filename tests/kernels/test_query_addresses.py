@@ -116,7 +116,9 @@ def test_quantise(rope_dtype):
     latent, rope = (jnp.asarray(rng.standard_normal((8, n)), jnp.bfloat16) for n in (256, 64))
     latent, rope = latent.at[3].set(0), (40 * rope).at[3].set(0)
     whole = rope_dtype == "float8_e4m3fn"
-    q, r, scale = queries.quantise(latent, rope, -1.0, jnp.dtype("float8_e4m3fn"), jnp.dtype(rope_dtype))
+    q, r, scale = queries.quantise(
+        latent, rope, -1.0, jnp.dtype("float8_e4m3fn"), jnp.dtype(rope_dtype)
+    )
     assert (q.dtype, r.dtype) == (jnp.float8_e4m3fn, jnp.dtype(rope_dtype))
     amax = np.abs(np.concatenate([latent, rope], 1) if whole else latent).max(1).astype(np.float32)
     np.testing.assert_array_equal(scale, np.maximum(amax * np.float32(1 / 448), MIN_SCALE))

@@ -9,6 +9,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
+from pallas_kernels.formats import EXPONENT
 from pallas_kernels.hopper import widen
 from tests.kernels import addresses
 from tests.kernels.addresses import LANE, WARP, accumulator, array, permuted, swizzled
@@ -113,7 +114,9 @@ def test_largest_scales(live, per_row, row, kinds, monkeypatch):
     np.testing.assert_array_equal(address, 4 * expected)
     assert size == 8 * kinds
     for kind, largest in enumerate(built.result):
-        of_warp = largest.registers.item().owner.operands[0]
+        rounded = largest.registers.item().owner.operands[0].owner
+        of_warp, exponent = rounded.operands
+        assert rounded.name == "arith.andi" and (built.values[exponent] == EXPONENT).all()
         for i, chosen in enumerate(of_warp.owner.operands):
             alive, bits, zero = chosen.owner.operands
             np.testing.assert_array_equal(built.values[alive], token + i < live)
