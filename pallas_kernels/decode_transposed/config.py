@@ -120,6 +120,12 @@ class Config(DecodeConfig):
         return 1 if self.row_tile > 16 else self.half_groups
 
     @property
+    def values_ahead(self) -> bool:
+        """Widened values are loaded before P is stored, or while the tensor cores work on the
+        others, as far as there is room."""
+        return self.row_tile <= 16
+
+    @property
     def accumulators(self) -> int:
         """Those of half an output: of values that go through registers the even and the odd
         channels have one each, of every group."""

@@ -43,7 +43,8 @@ The maximum of a column is over all four warps of a warpgroup, by way of its own
 From `fp8_token` and `fp8_full` caches both products are of e4m3 operands, as `decode_e4m3` has
 them: V^T goes through registers, P has the tokens' scales in it (`products.py`). From `fp8_ds_mla`
 caches they are of float16 operands, made of e4m3 on the way from the ring to the registers: K and
-V^T both. The scales are factors of S and are in P.
+V^T both. The scales are factors of S and are in P. A stage is released as soon as the last values
+are in registers.
 
 In 16 bits `load_wg` loads the queries too. For fp8 caches the math warpgroups load them and divide
 each row by a scale (`hopper.queries`), half of the rows each, while the sequence's first keys are
@@ -277,8 +278,10 @@ def _math_wg(wg: int, cta: Cta) -> None:
             p = jnp.exp2(scaled - down(softmax.m, BLOCK_KV))
             halves, l = _rescale(before, softmax, halves, interpret=interpret)
             # The maxima were a meeting of the warps: none of them still multiplies with P.
-            halves = products.add_values(stage, zero, halves, p, softmax.scales, live)
-            plgpu.barrier_arrive(bar.k_empty.at[stage], predicate=jnp.logical_not(last))
+            release = functools.partial(
+                plgpu.barrier_arrive, bar.k_empty.at[stage], predicate=jnp.logical_not(last)
+            )
+            halves = products.add_values(stage, zero, halves, p, softmax.scales, live, release)
             return halves, softmax._replace(l=l + own_rows(p, largest=False))
 
         def live():

@@ -99,8 +99,8 @@ class In16Bits(Products):
         """Zero the rows of V from `live` on: what lies there may be NaN, and 0 x NaN is NaN."""
         zero_rows(self.views.latent.at[stage], live, interpret=self.interpret)
 
-    def add_values(self, stage, zero, halves, p, scales, live) -> tuple[Half, Half]:
-        """`halves` plus V^T P^T."""
+    def add_values(self, stage, zero, halves, p, scales, live, release) -> tuple[Half, Half]:
+        """`halves` plus V^T P^T; `release` the stage."""
         del scales, live
         config, wg = self.config, self.wg
         self.smem.p.at[wg].T[...] = p.astype(jnp.dtype(config.dtype))
@@ -109,6 +109,7 @@ class In16Bits(Products):
         values = (self.views.latent.at[stage, :, config.half(half)].T for half in range(2))
         p_t = self.smem.p.at[wg + zero].T
         left, right = add_dots(accs, [[(v_t, p_t)] for v_t in values], interpret=self.interpret)
+        release()
         return (left,), (right,)
 
     def true_size(self, halves, scales) -> tuple[Half, Half]:
@@ -226,8 +227,9 @@ class InE4m3(ThroughRegisters):
         scales = lax.cond(live < BLOCK_KV, kept, lambda scales: scales, scales)
         return (fp8.max_over_columns(scales, interpret=self.interpret),)
 
-    def add_values(self, stage, zero, halves, p, scales, live) -> tuple[Half, Half]:
-        """`halves` plus V^T P^T, P times the tokens' scales, relative to `scales`."""
+    def add_values(self, stage, zero, halves, p, scales, live, release) -> tuple[Half, Half]:
+        """`halves` plus V^T P^T, P times the tokens' scales, relative to `scales`; `release` the
+        stage."""
         config, smem, interpret = self.config, self.smem, self.interpret
         token_scales, *_ = self._live_scales(stage, live)
         p = p * across(token_scales * (config.p_max / scales[0]), config.row_tile)
@@ -247,6 +249,7 @@ class InE4m3(ThroughRegisters):
             )
             done.append(add_dots(half, [[(v_t, p_t)] for v_t in values], interpret=interpret))
         plgpu.commit_smem()  # TMA writes where V was read
+        release()
         return tuple(done)
 
     def true_size(self, halves, scales) -> tuple[Half, Half]:
@@ -293,13 +296,32 @@ class Widened(ThroughRegisters):
             interpret=self.interpret,
         )
 
-    def add_values(self, stage, zero, halves, p, scales, live) -> tuple[Half, Half]:
-        """`halves` plus V^T P^T, P times each group's scales of the tokens, relative to
-        `scales`."""
+    def add_values(self, stage, zero, halves, p, scales, live, release) -> tuple[Half, Half]:
+        """`halves` plus V^T P^T, P times each group's scales of the tokens, relative to `scales`;
+        `release` the stage."""
         config, smem, interpret = self.config, self.smem, self.interpret
         place = lambda group: self.wg * config.p_groups + group % config.p_groups
         accs = [*halves[0], *halves[1]]
+
+        at_once = config.groups_at_once
+        span = 2 * at_once if config.values_ahead else at_once
+
+        def load(first):
+            groups = range(first, first + at_once)
+            return [widen.load_values(self._group(stage, g), interpret=interpret) for g in groups]
+
+        def operands(first, values):
+            of_groups = zip(range(first, first + at_once), values, strict=True)
+            pairs = ((smem.p.at[place(g) + zero].T, v_ts) for g, v_ts in of_groups)
+            return [[(v_t, p_t)] for p_t, v_ts in pairs for v_t in v_ts]
+
+        def release_stage():
+            plgpu.commit_smem()  # TMA writes where K and V were read
+            release()
+
         for first in range(0, config.scale_groups, config.p_groups):
+            # Then P's way to shared memory hides theirs.
+            values = load(first) if config.values_ahead else None
             if first:
                 sync_warps(interpret=interpret)  # the products of all of them have read P
             token_scales = self._live_scales(stage, live)
@@ -309,15 +331,16 @@ class Widened(ThroughRegisters):
                 of_group = p * across(factor, config.row_tile)
                 smem.p.at[place(group) + zero].T[...] = of_group.astype(jnp.float16)
             plgpu.commit_smem()
-            for at in range(first, first + config.p_groups, config.groups_at_once):
-                operands = []
-                for group in range(at, at + config.groups_at_once):
-                    p_t = smem.p.at[place(group) + zero].T
-                    values = widen.load_values(self._group(stage, group), interpret=interpret)
-                    operands += [[(v_t, p_t)] for v_t in values]
-                those = slice(2 * at, 2 * (at + config.groups_at_once))
-                accs[those] = add_dots(tuple(accs[those]), operands, interpret=interpret)
-        plgpu.commit_smem()  # TMA writes where K and V were read
+            for at in range(first, first + config.p_groups, span):
+                later = lambda at=at + at_once: operands(at, load(at))
+                those = slice(2 * at, 2 * (at + span))
+                accs[those] = add_dots(
+                    tuple(accs[those]),
+                    operands(at, values or load(at)),
+                    interpret=interpret,
+                    between=later if config.values_ahead else None,
+                    after_issue=release_stage if at + span == config.scale_groups else None,
+                )
         return tuple(accs[: config.accumulators]), tuple(accs[config.accumulators :])
 
     def true_size(self, halves, scales) -> tuple[Half, Half]:

@@ -103,31 +103,35 @@ def add_dots(
 
     All are issued before any is waited for, the accumulators by turns: with `a` in registers, none
     of those registers may be made in between (C7513). So `between`, which runs while the tensor
-    cores work on these, gives operands that are multiplied when they are done. `after_issue` runs
-    while the tensor cores work on the last.
+    cores work on these, gives operands that are multiplied when they are done. If there are fewer
+    operands than `accs`, these are of the first ones, those of `between` of the last. `after_issue`
+    runs while the tensor cores work on the last.
     """
     if interpret:
         rows, columns = accs[0].shape
         multiply = lambda operands: [
             dot(pairs, (rows, columns), interpret=True) for pairs in operands
         ]
+        first = 0
         if between is not None:
             more = []
             products = _in_flight(lambda: multiply(operands), lambda: more.extend(between()))
-            accs, operands = tuple(map(jnp.add, accs, products)), more
-        return tuple(map(jnp.add, accs, _in_flight(lambda: multiply(operands), after_issue)))
+            accs = (*map(jnp.add, accs, products), *accs[len(products) :])
+            operands, first = more, len(accs) - len(more)
+        products = _in_flight(lambda: multiply(operands), after_issue)
+        return (*accs[:first], *map(jnp.add, accs[first:], products))
 
     def issue(acc_refs):
-        def multiply(operands):
+        def multiply(acc_refs, operands):
             for pairs in zip(*operands, strict=True):
                 for acc_ref, (a, b) in zip(acc_refs, pairs, strict=True):
                     plgpu.wgmma(acc_ref, a, b)
 
-        multiply(operands)
+        multiply(acc_refs[: len(operands)], operands)
         if between is not None:
             more = between()
             plgpu.wgmma_wait(0)
-            multiply(more)
+            multiply(acc_refs[-len(more) :], more)
         if after_issue is not None:
             after_issue()
 

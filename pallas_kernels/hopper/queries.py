@@ -137,19 +137,16 @@ def store(
             swizzle = arith.andi(arith.shrui(row, const(7)), const(row_bytes // 16 - 1))
             place = arith.xori(in_tile, arith.muli(swizzle, const(16)))
             at = arith.addi(tile, arith.addi(row, place))
-            first = mgpu_utils.getelementptr(base, [at], i8)
+            starts = [mgpu_utils.getelementptr(base, [at], i8)]
             if order_of_keys:
                 at = arith.xori(at, const(_PLACES_APART))
-                second = mgpu_utils.getelementptr(base, [at], i8)
+                starts.append(mgpu_utils.getelementptr(base, [at], i8))
             for j, several in enumerate(of_row):
                 offset = j * (4 * bits // row_bytes) * column_tile_bytes
-                if order_of_keys:
-                    words = zip((first, second), _in_order_of_keys(several), strict=True)
-                else:
-                    # LLVM has no vectors of 8-bit floats.
-                    word = mgpu_utils.bitcast(several, ir.IntegerType.get_signless(bits))
-                    words = [(first, word)]
-                for start, word in words:
+                # LLVM has no vectors of 8-bit floats.
+                whole = [mgpu_utils.bitcast(several, ir.IntegerType.get_signless(bits))]
+                words = _in_order_of_keys(several) if order_of_keys else whole
+                for start, word in zip(starts, words, strict=True):
                     llvm.store(word, mgpu_utils.getelementptr(start, [offset], i8))
 
     store_rows(ref, values)
