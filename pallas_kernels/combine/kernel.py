@@ -24,8 +24,9 @@ from pallas_kernels.hopper.plan import MERGE_PIECES, MERGE_REST, MERGE_SEQ, MERG
 from pallas_kernels.hopper.row_tiles import slot_of
 from pallas_kernels.hopper.softmax import LN2, with_sink
 
-# MEASURED: H200, 128 heads, us at (128, 4096) with two queries, (16, 32768), (1, 131072): 9.7, 6.6,
-# 7.0 as it is; entry 22 of the record in docs/decode_dense.md has what else was tried.
+# MEASURED: H200, 128 heads, us at (128, 4096) with two queries, (16, 32768), (1, 131072): 9.9, 7.1,
+# 6.7 as it is, and 1.3 where no sequence was split; entries 22 and 27 of the record in
+# docs/decode_dense.md have what else was tried.
 GROUP = 4
 """Rows that a warpgroup merges together."""
 FEW = 4
@@ -35,7 +36,7 @@ BATCH_OF_FEW, BATCH_OF_MANY = 2, 8
 COLUMN_PARTS = 4
 """Parts of the columns, of sequences with many pieces."""
 WARPGROUPS = 2
-CTAS_PER_SM = 4
+CTAS_PER_SM = 2
 """At most: no more are launched than there could be something to do for."""
 
 
