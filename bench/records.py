@@ -100,7 +100,7 @@ def peers(file: Path = PEERS) -> dict[str, Any]:
 
 
 def peer_row(implementation: str, row: Row, rows: list[Row] | None = None) -> Row | None:
-    """A peer's measurement of the same step, whatever its format."""
+    """A peer's measurement of the same step, whatever its format is called."""
     names = ("op", "b", "s_k", "h", "s_q", "topk")
     for peer in peers()["rows"] if rows is None else rows:
         if peer["implementation"] == implementation and all(

@@ -8,7 +8,8 @@ from bench.shapes import GOALS, Shape
 from mla_jax.cli import console
 from pallas_kernels.hopper.gpus import Gpu
 
-PEER = "FlashMLA"
+PEERS = {"fp8_token": "vLLM fp8", "fp8_full": "vLLM fp8"}
+"""What a format is compared with: the peer that computes in e4m3; `FlashMLA` for all others."""
 
 COLUMNS: tuple[console.Column, ...] = (
     ("shape (b x s_k x h x s_q)", "left"),
@@ -23,7 +24,7 @@ COLUMNS: tuple[console.Column, ...] = (
     ("% MMA", "right"),
     ("% memory", "right"),
     ("goal us", "right"),
-    (f"{PEER} cold / warm", "right"),
+    ("peer cold / warm", "right"),
     ("ratio", "right"),
     ("temp MiB", "right"),
     ("max err", "right"),
@@ -33,6 +34,11 @@ COLUMNS: tuple[console.Column, ...] = (
 
 def number(value: float | None, digits: int = 1) -> str:
     return "" if value is None else f"{value:.{digits}f}"
+
+
+def peer_of(row: records.Row) -> records.Row | None:
+    """What the row is compared with, if that was measured."""
+    return records.peer_row(PEERS.get(row["format"], "FlashMLA"), row)
 
 
 def ratio(row: records.Row, peer: records.Row | None) -> tuple[float | None, float | None]:
@@ -48,7 +54,7 @@ def ratio(row: records.Row, peer: records.Row | None) -> tuple[float | None, flo
 
 def cells(row: records.Row, ceilings: Gpu) -> tuple[str, ...]:
     """The cells of a row of `COLUMNS`."""
-    peer = records.peer_row(PEER, row)
+    peer = peer_of(row)
     shape = Shape(row["b"], row["s_k"], row["h"], row["s_q"])
     us, (low, high) = row["us"], row["us_quartiles"]
     goal = GOALS.get(row["format"], {}).get(shape)
@@ -82,8 +88,9 @@ def show(rows: Sequence[records.Row], ceilings: Gpu) -> None:
         f"us: CUPTI time of all kernels of the op, plan excluded, L2 cleared before each call; "
         f"median, and between the quartiles the spread. us warm: the same back to back. us end to "
         f"end: host clock, from Python to the result. %: of {ceilings.tflops_16:.0f} TFLOPS (bf16 "
-        f"8192^3) and {ceilings.tbs:.2f} TB/s. ratio: {PEER}'s time over ours, cold / warm; its "
-        f"cold figures hold about 4.7 us of event overhead."
+        f"8192^3) and {ceilings.tbs:.2f} TB/s. peer: FlashMLA, or vLLM's fp8 kernel where ours "
+        f"computes in e4m3; its cold figures hold about 4.7 us of event overhead. ratio: its time "
+        f"over ours, cold / warm."
     )
 
 

@@ -103,12 +103,13 @@ def test_shape_text():
 
 def test_table(capsys):
     unknown = row(b=7, us_warm=None)
-    report.show([row(), unknown], H200_MEASURED)
-    head, first, second, _, legend, *_ = capsys.readouterr().out.splitlines()
-    assert head.split()[:1] == ["shape"] and "FlashMLA cold / warm" in head
-    for text in ("128x4096x128x1", "200.0", "1.0 %", "96", "72", "216", "1.15 / 1.00"):
+    report.show([row(), unknown, row(format="fp8_token")], H200_MEASURED)
+    head, first, second, in_e4m3, _, legend, *_ = capsys.readouterr().out.splitlines()
+    assert head.split()[:1] == ["shape"] and "peer cold / warm" in head
+    for text in ("128x4096x128x1", "200.0", "1.0 %", "96", "216", "230.5 / 220.6", "1.15 / 1.00"):
         assert text in first, text
-    assert "FlashMLA" not in second and "216" not in second
+    assert "/" not in second and "216" not in second
+    assert "224.1 / 219.0" in in_e4m3 and "165" in in_e4m3
     assert "L2 cleared" in legend
 
 
