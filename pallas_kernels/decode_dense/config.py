@@ -7,11 +7,16 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import dequantise
 from pallas_kernels.hopper.decode import DecodeConfig
 from pallas_kernels.hopper.layouts import tiled
 from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M
 
 CACHE_FORMATS = ("bf16", "f16", "fp8_ds_mla")
+
+RAW_PARTS = BLOCK_KV // dequantise.TOKENS
+"""Those of a raw tile, which come one after the other: one is converted while the next is on its
+way."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,14 +44,9 @@ class Config(DecodeConfig):
         return (232, 176, 96) if self.converts else (240, 240, 24)
 
     @property
-    def spill_bytes(self) -> int:
-        """Spills the compile gate accepts. Only a `convert_wg` needs some: for the first row of
-        tiles that overlap, and for two pages a tile of narrow latents."""
-        if not self.converts:
-            return 0
-        if self.row_tiles > 1 and self.rows % BLOCK_M:
-            return 28
-        return 8 if self.d_latent == 256 and self.page_size == 32 else 0
+    def raw_tokens(self) -> int:
+        """Tokens of the copies that a raw tile comes in: of one page and of one part."""
+        return min(self.page_size, dequantise.TOKENS)
 
     @property
     def left(self) -> slice:
@@ -65,11 +65,14 @@ class Config(DecodeConfig):
         return self.d_rope == BLOCK_KV
 
     def smem(self, interpret: bool = False) -> dict[str, Any]:
-        """The shared-memory buffers, by name: the launch and `smem_bytes` both read this."""
-        del interpret
-        dtype = jnp.dtype(self.dtype)
+        """The shared-memory buffers, by name: the launch and `smem_bytes` both read this.
 
-        def tile(count: int, cols: int):
+        The simulated GPU takes any use of a union's members for one of all of it; there the members
+        are buffers of their own.
+        """
+
+        def tile(count: int, cols: int, dtype: Any = self.dtype):
+            dtype = jnp.dtype(dtype)
             transforms = tiled(cols, dtype.itemsize)
             return plgpu.SMEM((count, BLOCK_KV, cols), dtype, transforms=transforms)
 
@@ -84,6 +87,15 @@ class Config(DecodeConfig):
         }
         if not self.p_in_rope:
             buffers["p"] = tile(self.num_stages, BLOCK_KV)
+        if self.converts:
+            raw = tile(self.num_stages, self.d_latent, jnp.float8_e4m3fn)
+            if interpret:
+                buffers["raw"] = raw
+            else:
+                buffers["kv_left"] = plgpu.RefUnion(buffers["kv_left"], raw)
+            copies, scales = dequantise.TOKENS // self.raw_tokens, self.scales_per_token
+            shape = RAW_PARTS, copies, self.raw_tokens * scales
+            buffers["k_scale"] = plgpu.SMEM(shape, jnp.float32)
         return buffers
 
     def barriers(self) -> dict[str, plgpu.Barrier]:
@@ -92,7 +104,7 @@ class Config(DecodeConfig):
         # A tile's pages bring latents, in two halves, and rope keys; converted latents come at
         # once.
         filled = self.pages_per_tile + 1 if self.converts else 3 * self.pages_per_tile
-        return {
+        barriers = {
             "q_full": plgpu.Barrier(num_arrivals=2),
             "q_empty": plgpu.Barrier(),
             "k_full": plgpu.Barrier(num_barriers=stages, num_arrivals=filled),
@@ -101,6 +113,10 @@ class Config(DecodeConfig):
             "inverse_ready": plgpu.Barrier(),
             "inverse_free": plgpu.Barrier(),
         }
+        if self.converts:
+            copies = 2 * dequantise.TOKENS // self.raw_tokens  # of latents and of scales
+            barriers["raw_full"] = plgpu.Barrier(num_barriers=RAW_PARTS, num_arrivals=copies)
+        return barriers
 
     def refusal(self) -> str:
         """Which requirement the call does not meet; empty if it meets all."""

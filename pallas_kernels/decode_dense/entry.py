@@ -32,11 +32,13 @@ def launch(
         "q_rope": config.fold(q_rope),
         "latent": cache.latent,
         "rope": cache.rope,
-        **({"scale": cache.scale} if config.converts else {}),
         "block_table": block_table,
         "seq_lens": seq_lens,
         "parts": parts,
     }
+    if config.converts:
+        # A page's scales are one row.
+        inputs["scale"] = cache.scale.reshape(cache.scale.shape[0], -1)
     sink = None
     if attn_sink is not None:
         sink = config.slots(attn_sink.astype(jnp.float32))

@@ -54,23 +54,38 @@ Barriers (arrivals x count per phase; each waiter waits for every phase):
     inverse_ready  1/l of the piece               mma_wg0 x 1                    mma_wg1
     inverse_free   `inverse` may be rewritten     mma_wg1 x 1                    mma_wg0
 
-A cache in `fp8_ds_mla` has another producer, `convert_wg` instead of `load_wg`, and the same math
-and shared memory (d_latent 512):
+A cache in `fp8_ds_mla` has another producer, `convert_wg` instead of `load_wg`, and the same math.
+The e4m3 bytes of a tile come to the kv_left of the stage that they will fill, where 8 tokens take
+the same place as they do converted:
 
-    convert_wg
-    (tile i in registers, as e4m3: 64, scales 4)
+    convert_wg, tile i (its pages have been looked up)
     wait for k_empty
-    TMA of the rope keys of tile i
-    tile i times its scales, in bf16, to SMEM
-    fence                            -k_full->
-    loads of tile i+1 into the same registers, in flight while it waits
+    TMA of the raw tokens 0 .. 31 and their scales    -raw_full[0]->
+    TMA of the raw tokens 32 .. 63 and their scales   -raw_full[1]->
+    TMA of the rope keys
+    look up the pages of tile i+1
+    wait for raw_full[0]
+    32 tokens to registers; times their scales, in bf16, to kv_left and kv_right
+    wait for raw_full[1]
+    the other 32 tokens
+    fence                                             -k_full->
 
-Its arrivals at k_full are TMA x 1 per page and convert_wg x 1; it waits where load_wg does. It
-stores zeros for the tokens behind the end. Registers: 232 (mma_wg0), 176 (mma_wg1), 96.
+It stores zeros for the tokens behind the end. Its arrivals at k_full are TMA x 1 per page and
+convert_wg x 1; it waits where load_wg does. What is particular to it:
+
+    buffer      shape           dtype  stages    KiB
+    raw         64 x 512        e4m3   2           (kv_left)
+    k_scale     64 x 4          f32    1           1
+
+    name           guards                         arrives x count                waits
+    raw_full       32 raw tokens, their scales    TMA x 2 per page (1 or 2)      convert_wg
+
+Registers: 232 (mma_wg0), 176 (mma_wg1), 96.
 """
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -306,6 +321,9 @@ def decode(config: Config, inputs: dict[str, jax.Array], interpret: Any = None):
 
     def cta(role, gmem, smem, bar, part, row_tile):
         cut = None if role is convert_wg else cut_of(gmem, part)
+        if config.converts and not interpret:
+            kv_left, raw = smem.kv_left
+            smem = SimpleNamespace(**vars(smem) | {"kv_left": kv_left, "raw": raw})
         return Cta(config, bool(interpret), gmem, smem, bar, part, row_tile, cut)
 
     return launch(config, inputs, roles(config), cta, name="mla_decode_dense", interpret=interpret)

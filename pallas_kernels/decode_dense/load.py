@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.decode_dense.config import RAW_PARTS
 from pallas_kernels.decode_dense.cta import Cta
 from pallas_kernels.hopper import dequantise
 from pallas_kernels.hopper.limits import BLOCK_KV
@@ -37,48 +38,58 @@ def load_wg(cta: Cta) -> None:
 
 
 def convert_wg(cta: Cta) -> None:
-    """`load_wg` where the latents are e4m3: they take the way through registers, a tile ahead of
-    the one that is stored."""
+    """`load_wg` where the latents are e4m3: their bytes come to the stage that they will fill, and
+    go through registers, in two parts of `dequantise.TOKENS`."""
     config, gmem, smem, bar = cta.config, cta.gmem, cta.smem, cta.bar
-    quarters = range(BLOCK_KV // dequantise.TOKENS)
 
-    def sources(piece: Piece, tile):
-        """Where the quarters of a tile lie; a page is looked up when its first one is asked for."""
-        page: Any = None
-        for quarter in quarters:
-            i, token = divmod(quarter * dequantise.TOKENS, config.page_tokens)
-            page = _page(cta, piece, tile, i) if token == 0 else page
-            tokens = pl.ds(_tokens(cta, tile).start + token, dequantise.TOKENS)
-            yield gmem.latent.at[page, tokens], gmem.scale.at[page, tokens]
+    def pages_of(piece: Piece, tile):
+        return tuple(_page(cta, piece, tile, i) for i in range(config.pages_per_tile))
 
-    def load(latents, scales):
-        return (
-            dequantise.load_latents(latents, interpret=cta.interpret),
-            dequantise.load_scales(scales, interpret=cta.interpret),
-        )
+    def load_raw(tile, stage, pages):
+        """Begin to copy raw latents and their scales, no more than a page or a part at a time."""
+        if cta.interpret:  # what was there is lost
+            smem.kv_left[stage] = jnp.full(smem.kv_left.shape[1:], jnp.nan, smem.kv_left.dtype)
+        tokens, per_token = config.raw_tokens, config.scales_per_token
+        for first in range(0, BLOCK_KV, tokens):
+            page, token = divmod(first, config.page_tokens)
+            part, token_of_part = divmod(first, dequantise.TOKENS)
+            token = _tokens(cta, tile).start + token
+            for source, target in (
+                (
+                    gmem.latent.at[pages[page], pl.ds(token, tokens)],
+                    smem.raw.at[stage, pl.ds(first, tokens)],
+                ),
+                (
+                    gmem.scale.at[pages[page], pl.ds(token * per_token, tokens * per_token)],
+                    smem.k_scale.at[part, token_of_part // tokens],
+                ),
+            ):
+                plgpu.copy_gmem_to_smem(source, target, bar.raw_full.at[part])
 
-    def begin(piece: Piece):
-        return tuple(load(*source) for source in sources(piece, piece.end - 1))
-
-    def fill(piece: Piece, tile, stage, await_stage, load_queries, loaded):
+    def fill(piece: Piece, tile, stage, await_stage, load_queries, pages):
         await_stage()
-        for i in range(config.pages_per_tile):
-            page, tokens = _page(cta, piece, tile, i), _tokens(cta, tile)
-            _load(cta, gmem.rope.at[page, tokens], smem.k_rope, stage, i)
+        load_raw(tile, stage, pages)
+        for i, page in enumerate(pages):
+            _load(cta, gmem.rope.at[page, _tokens(cta, tile)], smem.k_rope, stage, i)
         load_queries()
+        # Looked up while the raw bytes are on their way. The last tile is followed by itself, for
+        # nothing.
+        upcoming = pages_of(piece, jnp.maximum(tile - 1, piece.begin))
         live = piece.seq_len - tile * BLOCK_KV
-        left, right = smem.kv_left.at[stage], smem.kv_right.at[stage]
-        for quarter, (latents, scales) in zip(quarters, loaded, strict=True):
-            first, interpret = quarter * dequantise.TOKENS, cta.interpret
-            dequantise.store_bf16(left, right, first, latents, scales, live, interpret=interpret)
+        for part in range(RAW_PARTS):
+            plgpu.barrier_wait(bar.raw_full.at[part])
+            first, interpret = part * dequantise.TOKENS, cta.interpret
+            latents = dequantise.load_latents(smem.raw.at[stage], first, interpret=interpret)
+            for half, ring in enumerate((smem.kv_left, smem.kv_right)):
+                into, scales = ring.at[stage], smem.k_scale.at[part]
+                dequantise.store_bf16(
+                    into, half, first, latents[half], scales, live, interpret=interpret
+                )
         plgpu.commit_smem()
         plgpu.barrier_arrive(bar.k_full.at[stage])
-        # Not before: the fence of `commit_smem` may wait for loads as it does for stores. The last
-        # tile is followed by itself, for nothing.
-        upcoming = sources(piece, jnp.maximum(tile - 1, piece.begin))
-        return tuple(load(*source) for source in upcoming)
+        return upcoming
 
-    _each_tile(cta, begin, fill)
+    _each_tile(cta, lambda piece: pages_of(piece, piece.end - 1), fill)
 
 
 def _each_tile(cta: Cta, begin: Callable[..., Any], fill: Callable[..., Any]) -> None:

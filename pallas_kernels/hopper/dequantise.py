@@ -1,4 +1,4 @@
-"""e4m3 latents with a scale for 128 channels, from global memory through registers to bf16 tiles in
+"""e4m3 latents with a scale for 128 channels, from shared memory through registers to bf16 tiles in
 shared memory that wgmma reads, by one warpgroup.
 
 A byte `s eeee mmm` moved to the bits `s 0000eeee mmm0000` of a bfloat16 is its value times 2**-120,
@@ -11,10 +11,14 @@ e4m3 has one NaN, all ones below the sign. Here it is 480 times the scale: looki
 fifth more instructions. A NaN or infinity that was quantised comes out as an infinity, for its
 scale is 2**120; what else has such bytes is no product of this library.
 
-A warp of the warpgroup takes 4 neighbouring tokens of 16. A load of 16 bytes a lane covers half the
-channels of 2 of them (of 4, if a half is 128 channels): four neighbouring lanes take 64 channels of
-an even token, the next four the same of the odd one. Eight lanes then store 16 bytes each into
-different banks of a tile that is swizzled by 128 bytes.
+The raw tile `[64, d_latent]` may lie where its left half `[64, d_latent / 2]` will be: 8 tokens of
+either take the same bytes, and a warp takes all channels of 8 tokens. So it replaces what only its
+own lanes have read.
+
+All tiles are swizzled by 128 bytes: the 16 bytes in place c of a row are in place c ^ (row % 8). A
+lane loads 16 channels at once, four neighbouring lanes 64 of a token t, the next four the same of
+token t ^ 5; what they store are places 2c of both, and then 2c + 1. The 4 in 5 has eight lanes meet
+different banks in a load, the 1 in a store.
 
 On the simulated GPU (`interpret`) everything stays in natural order.
 """
@@ -28,7 +32,7 @@ from jax.experimental.mosaic.gpu import FragmentedArray
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.formats import SCALE_TILE
 from pallas_kernels.hopper.fp8 import tile_strides
@@ -36,148 +40,116 @@ from pallas_kernels.hopper.inline import inline_mgpu
 from pallas_kernels.hopper.layouts import tiled
 from pallas_kernels.hopper.threads import const, extract, warp_and_lane
 
-TOKENS = 16
-"""Tokens that are loaded and converted together: those of the smallest page."""
+TOKENS = 32
+"""Tokens that are loaded together: 8 a warp."""
 
-_VECTOR = 16
-"""Channels that a lane loads at once."""
+_ROW = 128
+"""Bytes of a row of a tile in shared memory."""
 
 _TWO_TO_120 = (127 + 120) << 7
 """As a bfloat16."""
 
 
-def load_latents(ref: Any, *, interpret: bool) -> jax.Array:
-    """Begin to load `TOKENS` rows of e4m3 from global memory; the result is in no layout but
-    `store_bf16`'s."""
+def load_latents(tile: Any, first: int, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """The left and the right half of `TOKENS` rows, from `first` on, of an e4m3 tile, in no layout
+    but `store_bf16`'s; which may store over them."""
+    d_half = tile.shape[1] // 2
     if interpret:
-        return ref[...]
-    tokens, d_latent = ref.shape
-    shape = (tokens, d_latent // 4)
+        rows = tile[first : first + TOKENS]
+        return rows[:, :d_half], rows[:, d_half:]
+    shape, groups = (TOKENS, d_half // 4), d_half // SCALE_TILE
     layout = plgpu.Layout.WG_STRIDED(shape, vec_size=4)
     result = plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=layout)
+    raw = plgpu.RefType(tiled(2 * d_half, 1))
 
-    @inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
-    def load(ctx, ref):
+    @inline_mgpu(arg_types=(raw,), return_type=(result, result))
+    def load(ctx, tile):
         del ctx
-        (row_bytes, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
-        i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
-        warp, token, column = _place(d_latent // 2)
-        row = arith.addi(arith.muli(warp, const(4)), token)
-        at = arith.addi(arith.muli(row, const(row_bytes)), arith.muli(column, const(_VECTOR)))
-        first = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [at], i8)
-        registers = np.empty(layout.to_mgpu().registers_shape(shape), dtype=object)
-        for i in range(registers.size):
-            rows, half = divmod(i, 2)
-            offset = rows * _tokens_of_load(d_latent // 2) * row_bytes + half * (d_latent // 2)
-            words = mgpu_utils.inline_ptx(
-                "ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];",
-                mgpu_utils.getelementptr(first, [offset], i8),
-                result_types=[i32] * 4,
-                has_side_effects=True,
-            )
-            registers.flat[i] = vector.from_elements(ir.VectorType.get((4,), i32), words)
-        return FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=True)
+        row_tile_bytes, column_tile_bytes, row_bytes = tile_strides(tile)
+        assert row_bytes == _ROW
+        warp, token, group, vector16 = _place(d_half)
+        at = arith.addi(
+            arith.muli(warp, const(row_tile_bytes)), arith.muli(group, const(column_tile_bytes))
+        )
+        place = _in_atom(token, vector16)
+        halves = []
+        for half in range(2):
+            offset = first // 8 * row_tile_bytes + half * groups * column_tile_bytes
+            registers = np.empty(layout.to_mgpu().registers_shape(shape), dtype=object)
+            registers.flat = [
+                llvm.load(
+                    _four_words(),
+                    _pointer(tile, arith.addi(at, _moved(place, tokens, 4 * part)), offset),
+                )
+                for tokens in _token_steps(d_half)
+                for part in range(2)
+            ]
+            array = FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=True)
+            halves.append(array)
+        mgpu_utils.warp_barrier()  # all lanes have read what any of them will store over
+        return tuple(halves)
 
-    return load(ref)
-
-
-def load_scales(ref: Any, *, interpret: bool) -> jax.Array:
-    """Begin to load the float32 scales of these rows, `[TOKENS, scales]`, for `store_bf16`."""
-    if interpret:
-        return ref[...]
-    _, per_token = ref.shape
-    layout = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
-    result = plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=layout)
-
-    @inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
-    def load(ctx, ref):
-        del ctx
-        i32 = ir.IntegerType.get_signless(32)
-        warp, lane = warp_and_lane()
-        mine = arith.andi(lane, const(4 * per_token - 1))
-        at = arith.addi(arith.muli(warp, const(4 * per_token)), mine)
-        at = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [at], i32)
-        ptx = "ld.global.b32 $0, [$1];"
-        bits = mgpu_utils.inline_ptx(ptx, at, result_types=i32, has_side_effects=True)
-        registers = np.array([vector.from_elements(ir.VectorType.get((1,), i32), [bits])])
-        return FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=True)
-
-    return load(ref)
+    return load(tile)
 
 
 def store_bf16(
-    left: Any,
-    right: Any,
+    tile: Any,
+    half: int,
     first: int,
     latents: jax.Array,
-    scales: jax.Array,
+    scales: Any,
     live: jax.Array,
     *,
     interpret: bool,
 ) -> None:
-    """Store loaded rows times their scales as the rows from `first` on of a key tile, whose columns
-    are in two tiles; rows from number `live` of the key tile on are 0, whatever was loaded."""
+    """Store loaded rows times their scales as the rows from `first` on of the left (0) or right (1)
+    half of a key tile; rows from number `live` of the key tile on are 0, whatever was loaded.
+
+    `scales`, in shared memory, are the float32 of these rows, a token's side by side.
+    """
+    d_half = tile.shape[1]
+    groups = d_half // SCALE_TILE
     if interpret:
-        factor = jnp.repeat(scales, SCALE_TILE, axis=1)
+        of_rows = scales[...].reshape(TOKENS, 2 * groups)
+        factor = jnp.repeat(of_rows[:, half * groups : (half + 1) * groups], SCALE_TILE, axis=1)
         row = first + jax.lax.broadcasted_iota(jnp.int32, factor.shape, 0)
         values = jnp.where(row < live, latents.astype(jnp.float32) * factor, 0.0)
-        values = values.astype(left.dtype)
-        left[first : first + TOKENS] = values[:, : left.shape[1]]
-        right[first : first + TOKENS] = values[:, left.shape[1] :]
+        tile[first : first + TOKENS] = values.astype(tile.dtype)
         return
-    d_half = left.shape[1]
-    tile = plgpu.RefType(tiled(d_half, 2))
-    raw, splat = plgpu.Layout.WG_STRIDED, plgpu.Layout.WG_SPLAT(())
-    layouts = raw((TOKENS, d_half // 2), vec_size=4), raw((128,), vec_size=1)
+    bf16, splat = plgpu.RefType(tiled(d_half, 2)), plgpu.Layout.WG_SPLAT(())
+    words_of = plgpu.Layout.WG_STRIDED((TOKENS, d_half // 4), vec_size=4)
 
-    @inline_mgpu(arg_types=(tile, tile, *layouts, splat))
-    def store(ctx, left, right, latents, scales, live):
+    @inline_mgpu(arg_types=(bf16, words_of, plgpu.RefType(), splat))
+    def store(ctx, tile, latents, scales, live):
         del ctx
-        i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
-        row_tile_bytes, column_tile_bytes, row_bytes = tile_strides(left)
-        per_token, per_load = 2 * d_half // SCALE_TILE, _tokens_of_load(d_half)
-        assert row_bytes == 128
-        warp, lane = warp_and_lane()
-        # Of the token whose scale this lane has loaded.
-        row = arith.shrui(
-            arith.andi(lane, const(4 * per_token - 1)), const(per_token.bit_length() - 1)
-        )
-        row = arith.addi(row, arith.addi(arith.muli(warp, const(4)), const(first)))
-        alive = arith.cmpi(arith.CmpIPredicate.slt, row, live.registers.flat[0])
-        scale = extract(scales.registers.flat[0], 0)
-        scale = mgpu_utils.prmt(scale, scale, const(0x3232))  # as two bfloat16
-        scale = arith.select(alive, scale, const(0))
-
-        warp, token, column = _place(d_half)
-        source = arith.addi(arith.muli(token, const(per_token)), arith.shrui(column, const(3)))
-        row = arith.addi(arith.muli(arith.andi(warp, const(1)), const(4)), token)
-        swizzled = arith.xori(arith.muli(arith.andi(column, const(3)), const(2)), row)
-        swizzled = arith.muli(swizzled, const(16))
+        i32 = ir.IntegerType.get_signless(32)
+        row_tile_bytes, column_tile_bytes, row_bytes = tile_strides(tile)
+        assert row_bytes == _ROW
+        warp, token, group, vector16 = _place(d_half)
         at = arith.addi(
-            arith.muli(arith.shrui(warp, const(1)), const(row_tile_bytes)),
-            arith.muli(arith.shrui(column, const(2)), const(column_tile_bytes)),
+            arith.muli(warp, const(row_tile_bytes)), arith.muli(group, const(2 * column_tile_bytes))
         )
-        at = arith.addi(at, arith.muli(row, const(row_bytes)))
-        bases = [mgpu_utils.memref_ptr(ref) for ref in (left, right)]
-        for i, words in enumerate(latents.registers.flat):
-            load, half = divmod(i, 2)
-            offset = first // 8 * row_tile_bytes + load * per_load * row_bytes
-            # The scales of the halves, and of the tokens of the loads, are so far apart.
-            lane_of_scale = arith.addi(
-                source, const(load * per_load * per_token + half * per_token // 2)
-            )
-            factor = nvvm.shfl_sync(const(-1), scale, lane_of_scale, const(0x1F), nvvm.ShflKind.idx)
-            pairs = [p for j in range(4) for p in _convert(extract(words, j), factor)]
-            for chunk in range(2):
-                place = arith.xori(swizzled, const(16 * (chunk ^ load * per_load)))
-                pointer = mgpu_utils.getelementptr(bases[half], [arith.addi(at, place)], i8)
-                pointer = mgpu_utils.getelementptr(pointer, [offset], i8)
-                four = vector.from_elements(
-                    ir.VectorType.get((4,), i32), pairs[4 * chunk : 4 * chunk + 4]
-                )
-                llvm.store(four, pointer)
+        place = _in_atom(token, arith.muli(vector16, const(2)))
+        vectors = iter(latents.registers.flat)
+        for tokens in _token_steps(d_half):
+            row = arith.addi(arith.muli(warp, const(8)), arith.xori(token, const(tokens)))
+            scale = arith.addi(arith.muli(row, const(2 * groups)), group)
+            scale = _pointer(scales, arith.muli(scale, const(4)), 4 * half * groups)
+            scale = llvm.load(i32, scale)
+            row = arith.addi(row, const(first))
+            alive = arith.cmpi(arith.CmpIPredicate.slt, row, live.registers.flat[0])
+            factor = mgpu_utils.prmt(scale, scale, const(0x3232))  # as two bfloat16
+            factor = arith.select(alive, factor, const(0))
+            for part in range(2):
+                words = next(vectors)
+                pairs = [p for j in range(4) for p in _convert(extract(words, j), factor)]
+                offset = first // 8 * row_tile_bytes + part * column_tile_bytes
+                for chunk in range(2):
+                    there = arith.addi(at, _moved(place, tokens, chunk))
+                    four = vector.from_elements(_four_words(), pairs[4 * chunk : 4 * chunk + 4])
+                    llvm.store(four, _pointer(tile, there, offset))
 
-    store(left, right, latents, scales, live)
+    store(tile, latents, scales, live)
 
 
 def _convert(word: ir.Value, factor: ir.Value) -> list[ir.Value]:
@@ -195,20 +167,40 @@ def _multiply(a: ir.Value, b: ir.Value) -> ir.Value:
     return mgpu_utils.inline_ptx("mul.rn.bf16x2 $0, $1, $2;", a, b, result_types=i32)
 
 
-def _tokens_of_load(d_half: int) -> int:
-    return 32 * _VECTOR // d_half
-
-
-def _place(d_half: int) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """This thread's warp; its token among those of a load; which 16 channels of a half it has."""
+def _place(d_half: int) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
+    """This thread's warp, and what of a half it loads first: its token, of 8; its group of channels
+    that share a scale; which 16 channels of 64."""
+    groups = d_half // SCALE_TILE
     warp, lane = warp_and_lane()
-    eights = d_half // _VECTOR // 4
     eight = arith.shrui(lane, const(3))
-    column = arith.addi(
-        arith.andi(lane, const(3)), arith.muli(arith.andi(eight, const(eights - 1)), const(4))
-    )
-    token = arith.addi(
-        arith.andi(arith.shrui(lane, const(2)), const(1)),
-        arith.muli(arith.shrui(eight, const(eights.bit_length() - 1)), const(2)),
-    )
-    return warp, token, column
+    odd = arith.andi(arith.shrui(lane, const(2)), const(1))
+    even = arith.muli(arith.shrui(eight, const(groups.bit_length() - 1)), const(2))
+    token = arith.xori(even, arith.muli(odd, const(5)))
+    return warp, token, arith.andi(eight, const(groups - 1)), arith.andi(lane, const(3))
+
+
+def _token_steps(d_half: int) -> range:
+    """What a thread's tokens are its first one xor."""
+    return range(0, 4 * d_half // SCALE_TILE, 4)
+
+
+def _in_atom(token: ir.Value, chunk: ir.Value) -> ir.Value:
+    """Where 16 bytes of a row lie in a swizzled tile of 8 rows."""
+    swizzled = arith.muli(arith.xori(chunk, token), const(16))
+    return arith.addi(arith.muli(token, const(_ROW)), swizzled)
+
+
+def _moved(place: ir.Value, token: int, chunk: int) -> ir.Value:
+    """`_in_atom` of the token xor `token` and the chunk xor `chunk`."""
+    return arith.xori(place, const(token * _ROW + (token ^ chunk) * 16))
+
+
+def _pointer(ref: ir.Value, at: ir.Value, offset: int) -> ir.Value:
+    """To so many bytes into shared memory; the constant ones become part of the instruction."""
+    i8 = ir.IntegerType.get_signless(8)
+    pointer = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [at], i8)
+    return mgpu_utils.getelementptr(pointer, [offset], i8)
+
+
+def _four_words() -> ir.Type:
+    return ir.VectorType.get((4,), ir.IntegerType.get_signless(32))

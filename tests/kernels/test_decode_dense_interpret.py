@@ -256,18 +256,23 @@ def test_the_order_that_each_barrier_brings_is_needed(format, mutant):
         small(format).simulation.run(*small(format).args, mutant=mutant)
 
 
-def header_table(first_column):
-    """Rows of the table in the kernel's header whose head begins so: lists of columns."""
+def header_tables(first_column):
+    """The tables in the kernel's header whose head begins so, as lists of columns by the first one:
+    that of 16-bit caches, and what `fp8_ds_mla` has besides."""
     lines = iter(kernel.__doc__.splitlines())
-    for line in lines:
-        if line.split()[:1] == [first_column]:
-            return [re.split(r"\s{2,}", line.strip()) for line in iter(lambda: next(lines), "")]
-    raise AssertionError(first_column)
+    tables = [
+        [re.split(r"\s{2,}", line.strip()) for line in iter(lambda: next(lines), "")]
+        for line in lines
+        if line.split()[:1] == [first_column]
+    ]
+    common, besides = ({row[0]: row for row in table} for table in tables)
+    return common, besides
 
 
 @on_each_format
 def test_header_names_every_barrier_and_who_waits(format):
-    table = {row[0]: row for row in header_table("name")}
+    common, besides = header_tables("name")
+    table = common | (besides if CONFIGS[format].converts else {})
     found = sites(format)
     assert table.keys() == CONFIGS[format].barriers().keys()
     assert table.keys() == {barrier_of(s) for s in found if s.is_of_barrier}
@@ -278,18 +283,25 @@ def test_header_names_every_barrier_and_who_waits(format):
             if s.kind == kind and barrier_of(s) == name
             for role in roles_of(s, format)
         }
-        # What is told of the other producer below the table.
-        waits = {"load_wg" if role == "convert_wg" else role for role in used("barrier_wait")}
-        arrives = used("barrier_arrive") - ({"convert_wg"} if name == "k_full" else set())
+        waits, arrives = used("barrier_wait"), used("barrier_arrive")
+        if name in common:  # what is told of load_wg; of convert_wg, below the table
+            waits = {"load_wg" if role == "convert_wg" else role for role in waits}
+            arrives -= {"convert_wg"} if name == "k_full" else set()
         assert waits == {row[-1]}
         assert all(role in row[2] for role in arrives), row
 
 
-def test_header_names_every_buffer():
-    """The table's sum is what the configuration asks for."""
-    config = Config("bf16", "bfloat16", 512, 64, 64, 128, 1, causal=True, has_sink=False)
-    table = {row[0]: int(row[-1]) for row in header_table("buffer")}
-    total = table.pop("sum")
-    table.pop("barriers")
-    assert table.keys() == config.smem().keys()
+@on_each_format
+def test_header_names_every_buffer(format):
+    """The tables' sum is what the configuration asks for."""
+    config = Config(format, "bfloat16", 512, 64, 64, 128, 1, causal=True, has_sink=False)
+    common, besides = header_tables("buffer")
+    kib = {name: int(row[-1]) for name, row in common.items()}
+    total = kib.pop("sum")
+    kib.pop("barriers")
+    if config.converts:
+        assert besides["raw"][-1] == "(kv_left)"
+        total += int(besides["k_scale"][-1])
+        kib |= besides
+    assert kib.keys() == config.smem(interpret=True).keys()
     assert total * 1024 == config.smem_bytes()
