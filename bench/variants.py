@@ -16,7 +16,6 @@ from mla_jax import LatentCache
 from pallas_kernels import decode
 from pallas_kernels.cache_append import entry as cache_append
 from pallas_kernels.decode_dense.config import Config
-from pallas_kernels.decode_e4m3 import entry as e4m3_entry
 from pallas_kernels.decode_e4m3.config import CACHE_FORMATS
 from pallas_kernels.decode_e4m3.config import Config as E4m3Config
 from pallas_kernels.decode_transposed.config import Config as TransposedConfig
@@ -271,7 +270,8 @@ class DecodeTransposed(DecodeE4m3):
 def _attention_alone(config, q_latent, q_rope, cache, block_table, seq_lens, sink, scale):
     parts = divide(seq_lens, rows=config.rows)
     arrays = q_latent, q_rope, cache, block_table, seq_lens, parts
-    return e4m3_entry.launch(config, *arrays, run_scale=scale, attn_sink=sink)[:4]
+    slots = None if sink is None else config.slots(sink)
+    return decode.launch(config, *arrays, run_scale=scale, sink=slots)
 
 
 Variant = DecodeDense | DecodeTransposed | DecodeE4m3 | CacheAppend

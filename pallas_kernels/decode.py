@@ -10,21 +10,27 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
 from pallas_kernels.combine.kernel import merge
-from pallas_kernels.decode_dense import entry
 from pallas_kernels.decode_dense.config import CACHE_FORMATS as DENSE_FORMATS
 from pallas_kernels.decode_dense.config import Config
-from pallas_kernels.decode_e4m3 import entry as e4m3_entry
+from pallas_kernels.decode_dense.kernel import decode as decode_dense
 from pallas_kernels.decode_e4m3.config import CACHE_FORMATS as E4M3_FORMATS
 from pallas_kernels.decode_e4m3.config import Config as E4m3Config
-from pallas_kernels.decode_transposed import entry as transposed_entry
+from pallas_kernels.decode_e4m3.kernel import decode as decode_e4m3
 from pallas_kernels.decode_transposed.config import CACHE_FORMATS as TRANSPOSED_FORMATS
 from pallas_kernels.decode_transposed.config import Config as TransposedConfig
+from pallas_kernels.decode_transposed.kernel import decode as decode_transposed
 from pallas_kernels.errors import Unsupported
+from pallas_kernels.hopper.decode import DecodeConfig
 from pallas_kernels.hopper.device import num_sms
 from pallas_kernels.hopper.plan import divide
 from pallas_kernels.hopper.row_tiles import untile
 
 FORMATS = (*DENSE_FORMATS, *E4M3_FORMATS)
+KERNELS: dict[type[DecodeConfig], Any] = {
+    Config: decode_dense,
+    E4m3Config: decode_e4m3,
+    TransposedConfig: decode_transposed,
+}
 
 
 def mla_decode(
@@ -60,12 +66,8 @@ def mla_decode(
     _, q_len, num_heads, d_latent = q_latent.shape
     # A positive number is compiled in; anything else costs the kernel a product per score.
     is_number = not isinstance(scale, jax.Array) and 0.0 < float(scale) < math.inf
-    make: Any = Config
-    kernel: Any = entry
-    if transposed:
-        make, kernel = TransposedConfig, transposed_entry
-    elif cache.format in E4M3_FORMATS:
-        make, kernel = E4m3Config, e4m3_entry
+    make = E4m3Config if cache.format in E4M3_FORMATS else Config
+    make = TransposedConfig if transposed else make
     config = make(
         cache_format=cache.format,
         dtype=str(q_latent.dtype),
@@ -88,29 +90,61 @@ def mla_decode(
             "takes no block_table, seq_lens or plan that vary over a mesh axis, for Pallas cannot "
             "type its loops then; give jax.shard_map check_vma=False"
         )
-    attend = functools.partial(_attend, kernel.launch, config, interpret)
+    attend = functools.partial(_attend, config, interpret)
     if interpret is None:
         # One program for all layers of a model; and, for vmap, which Pallas cannot do to `merge`,
         # one call after the other.
-        attend = sequential_vmap(functools.partial(_attend_jit, kernel.launch, config, None))
+        attend = sequential_vmap(functools.partial(_attend_jit, config, None))
     run_scale = None if is_number else jnp.asarray(scale, jnp.float32)
     out, lse = attend(q_latent, q_rope, cache, block_table, seq_lens, parts, attn_sink, run_scale)
     return (out, lse) if return_lse else out
 
 
-def _attend(launch: Any, config: Any, interpret: Any, *arrays: Any):
-    q_latent, q_rope, cache, block_table, seq_lens, parts, attn_sink, run_scale = arrays
-    out, lse, partial, partial_lse2, sink = launch(
-        config,
-        q_latent,
-        q_rope,
-        cache,
-        block_table,
-        seq_lens,
-        parts,
-        run_scale=run_scale,
-        attn_sink=attn_sink,
-        interpret=interpret,
+def launch(
+    config: DecodeConfig,
+    q_latent: jax.Array,
+    q_rope: jax.Array,
+    cache: Any,
+    block_table: jax.Array,
+    seq_lens: jax.Array,
+    parts: jax.Array,
+    *,
+    sink: jax.Array | None = None,
+    run_scale: jax.Array | None = None,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The attention kernel alone, as `config` says, which must have no refusal.
+
+    `sink` holds one value for each slot of the row tiles.
+
+    Returns:
+        What `hopper.decode.launch` gives.
+    """
+    inputs = {
+        "q_latent": config.fold(q_latent),
+        "q_rope": config.fold(q_rope),
+        "latent": cache.latent,
+        "rope": cache.rope,
+        "block_table": block_table,
+        "seq_lens": seq_lens,
+        "parts": parts,
+    }
+    if cache.scale is not None:
+        # A page's scales are one row.
+        inputs["scale"] = cache.scale.reshape(cache.scale.shape[0], -1)
+    if sink is not None:
+        inputs["sink"] = sink.reshape(config.row_tiles, config.row_tile)
+    if run_scale is not None:
+        inputs["run_scale"] = run_scale.reshape(1)
+    return KERNELS[type(config)](config, inputs, interpret)
+
+
+def _attend(config: DecodeConfig, interpret: Any, *arrays: Any):
+    *call, attn_sink, run_scale = arrays
+    q_latent, *_, parts = call
+    sink = None if attn_sink is None else config.slots(attn_sink.astype(jnp.float32))
+    out, lse, partial, partial_lse2 = launch(
+        config, *call, sink=sink, run_scale=run_scale, interpret=interpret
     )
     if parts.shape[0] > 1:
         sizes = {"row_tile": config.row_tile, "num_sms": num_sms()}
@@ -123,4 +157,4 @@ def _attend(launch: Any, config: Any, interpret: Any, *arrays: Any):
     return out.reshape(q_latent.shape), lse.transpose(0, 2, 1)
 
 
-_attend_jit = jax.jit(_attend, static_argnums=(0, 1, 2))
+_attend_jit = jax.jit(_attend, static_argnums=(0, 1))

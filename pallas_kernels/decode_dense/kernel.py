@@ -262,7 +262,7 @@ def _zero_dead_tokens(cta: Cta, piece: Piece, tile, v: Any) -> None:
 
 def _with_sink(cta: Cta, inverse: jax.Array, lse2: jax.Array) -> jax.Array:
     """`inverse` with the sink's share taken off."""
-    sink = plgpu.load(cta.gmem.sink.at[cta.padded_rows], layout=WGMMA_ROW, optimized=False)
+    sink = plgpu.load(cta.gmem.sink.at[cta.row_tile], layout=WGMMA_ROW, optimized=False)
     return with_sink(inverse, lse2, sink)
 
 

@@ -1,7 +1,7 @@
 """Producers of the dense decode kernel's key tiles: `load_wg` for 16-bit caches, `convert_wg` for
 `fp8_ds_mla`. `kernel.py` has the timeline and the barriers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -23,8 +23,8 @@ def load_wg(cta: Cta) -> None:
 
     def fill(piece: Piece, tile, stage, await_stage, load_queries, state):
         await_stage()
-        for i in range(config.pages_per_tile):
-            page, tokens = _page(cta, piece, tile, i), _tokens(cta, tile)
+        tokens = _tokens(cta, tile)
+        for i, page in enumerate(_pages(cta, piece, tile)):
             for source, ring in (
                 (gmem.latent.at[page, tokens, config.left], smem.kv_left),
                 (gmem.latent.at[page, tokens, config.right], smem.kv_right),
@@ -41,9 +41,6 @@ def convert_wg(cta: Cta) -> None:
     """`load_wg` where the latents are e4m3: their bytes come to the stage that they will fill, and
     go through registers, in two parts of `dequantise.TOKENS`."""
     config, gmem, smem, bar = cta.config, cta.gmem, cta.smem, cta.bar
-
-    def pages_of(piece: Piece, tile):
-        return tuple(_page(cta, piece, tile, i) for i in range(config.pages_per_tile))
 
     def load_raw(tile, stage, pages):
         """Begin to copy raw latents and their scales, no more than a page or a part at a time."""
@@ -74,7 +71,7 @@ def convert_wg(cta: Cta) -> None:
         load_queries()
         # Looked up while the raw bytes are on their way. The last tile is followed by itself, for
         # nothing.
-        upcoming = pages_of(piece, jnp.maximum(tile - 1, piece.begin))
+        upcoming = tuple(_pages(cta, piece, jnp.maximum(tile - 1, piece.begin)))
         live = piece.seq_len - tile * BLOCK_KV
         for part in range(RAW_PARTS):
             plgpu.barrier_wait(bar.raw_full.at[part])
@@ -89,7 +86,7 @@ def convert_wg(cta: Cta) -> None:
         plgpu.barrier_arrive(bar.k_full.at[stage])
         return upcoming
 
-    _each_tile(cta, lambda piece: pages_of(piece, piece.end - 1), fill)
+    _each_tile(cta, lambda piece: tuple(_pages(cta, piece, piece.end - 1)), fill)
 
 
 def _each_tile(cta: Cta, begin: Callable[..., Any], fill: Callable[..., Any]) -> None:
@@ -135,15 +132,9 @@ def _each_tile(cta: Cta, begin: Callable[..., Any], fill: Callable[..., Any]) ->
     )
 
 
-def _page(cta: Cta, piece: Piece, tile: jax.Array, i: int) -> jax.Array:
-    """The `i`-th page of a tile.
-
-    A page behind the sequence's end is replaced by its last one: entries there may be anything.
-    """
-    page_size = jnp.int32(cta.config.page_size)
-    last_page = lax.div(piece.seq_len - 1, page_size)
-    token = tile * BLOCK_KV + i * cta.config.page_tokens
-    return cta.gmem.block_table[piece.seq, jnp.minimum(lax.div(token, page_size), last_page)]
+def _pages(cta: Cta, piece: Piece, tile: jax.Array) -> Iterator[jax.Array]:
+    """The pages of a tile, each looked up when it is asked for."""
+    return piece.pages(cta.gmem.block_table, tile, cta.config.page_size)
 
 
 def _tokens(cta: Cta, tile: jax.Array) -> Any:

@@ -129,14 +129,8 @@ def _load_wg(cta: Cta) -> None:
     tokens_of_page, per_token = config.page_tokens, config.scales_per_token
 
     def load_tile(piece: Piece, tile, stage):
-        last_page = lax.div(piece.seq_len - 1, jnp.int32(config.page_size))
-        for i in range(config.pages_per_tile):
-            token = tile * BLOCK_KV + i * tokens_of_page
-            # A page behind the sequence's end is replaced by its last one: entries there may be
-            # anything.
-            index = jnp.minimum(lax.div(token, jnp.int32(config.page_size)), last_page)
-            page = gmem.block_table[piece.seq, index]
-            offset = lax.rem(token, jnp.int32(config.page_size))
+        offset = lax.rem(tile * BLOCK_KV, jnp.int32(config.page_size))
+        for i, page in enumerate(piece.pages(gmem.block_table, tile, config.page_size)):
             tokens, into = pl.ds(offset, tokens_of_page), pl.ds(i * tokens_of_page, tokens_of_page)
             scales = pl.ds(offset * per_token, tokens_of_page * per_token)
             scales_into = pl.ds(0, tokens_of_page * per_token)
@@ -389,7 +383,7 @@ def _finish(cta: Cta, wg: int, piece: Piece, accs, softmax: PairedSoftmax, stage
     plgpu.barrier_wait(cta.bar.sum_ready)
     inverse, lse2 = softmax.finish(l + plgpu.load(smem.row_sum.at[1 - wg], layout=WGMMA_ROW))
     if config.has_sink:
-        sink = fp8.load_row_values(cta.gmem.sink.at[cta.padded_rows], interpret=cta.interpret)
+        sink = fp8.load_row_values(cta.gmem.sink.at[cta.row_tile], interpret=cta.interpret)
         inverse = lax.cond(piece.whole, lambda: with_sink(inverse, lse2, sink), lambda: inverse)
     if wg == 0:
         _store_lse(cta, piece, lse2)

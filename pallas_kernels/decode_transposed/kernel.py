@@ -193,15 +193,9 @@ def _load_wg(cta: Cta) -> None:
         for source, buffer in ((gmem.q_latent, smem.q_latent), (gmem.q_rope, smem.q_rope)):
             plgpu.copy_gmem_to_smem(source.at[seq, cta.rows], buffer.at[0], bar.q_full)
 
-    def load_tile(piece: Piece, tile, stage):
-        last_page = lax.div(piece.seq_len - 1, jnp.int32(config.page_size))
-        for i in range(config.pages_per_tile):
-            token = tile * BLOCK_KV + i * page_tokens
-            # A page behind the sequence's end is replaced by its last one: entries there may be
-            # anything.
-            index = jnp.minimum(lax.div(token, jnp.int32(config.page_size)), last_page)
-            page = gmem.block_table[piece.seq, index]
-            offset = lax.rem(token, jnp.int32(config.page_size))
+    def load_tile(tile, stage, pages):
+        offset = lax.rem(tile * BLOCK_KV, jnp.int32(config.page_size))
+        for i, page in enumerate(pages):
             tokens, into = pl.ds(offset, page_tokens), pl.ds(i * page_tokens, page_tokens)
             copies = [
                 (gmem.latent.at[page, tokens], cta.views.latent.at[stage, into]),
@@ -215,20 +209,27 @@ def _load_wg(cta: Cta) -> None:
                 plgpu.copy_gmem_to_smem(source, target, bar.k_full.at[stage])
 
     def run(seq, carry):
+        count, pieces = carry
         piece = cta.part.piece(seq)
+        pages_of = lambda tile: tuple(piece.pages(gmem.block_table, tile, config.page_size))
 
-        def load(i, carry):
-            count, pieces = carry
+        def load(i, pages_of_tile):
             stage, tile = cta.stage(count + i), piece.end - 1 - i
             pl.when(count + i >= config.num_stages)(
                 lambda: plgpu.barrier_wait(bar.k_empty.at[stage])
             )
-            load_tile(piece, tile, stage)
+            load_tile(tile, stage, pages_of_tile)
             if not config.scaled:
                 pl.when(i == 0)(lambda: load_q(piece.seq, pieces))
-            return carry
+            # MEASURED: H200, (16, 65536), 16 heads: 271 us in bf16, 145 in fp8_full; 273 and 148
+            # with pages looked up when the stage is free. The last tile is followed by itself, for
+            # nothing.
+            return pages_of(jnp.maximum(tile - 1, piece.begin))
 
-        count, pieces = lax.fori_loop(0, piece.tiles, load, carry)
+        @pl.when(piece.tiles > 0)
+        def _():
+            lax.fori_loop(0, piece.tiles, load, pages_of(piece.end - 1))
+
         return count + piece.tiles, pieces + (piece.tiles > 0).astype(jnp.int32)
 
     count, pieces = cta.part.each_sequence(run, (jnp.int32(0), jnp.int32(0)))

@@ -1,7 +1,7 @@
 """What of the plan a CTA works on: its part's share of each sequence."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -28,6 +28,17 @@ class Piece:
     def tiles(self) -> jax.Array:
         """Key tiles of the piece."""
         return self.end - self.begin
+
+    def pages(self, block_table: Any, tile: jax.Array, page_size: int) -> Iterator[jax.Array]:
+        """The pages that key tile `tile` is loaded from, one if that holds all of it; each is
+        looked up when it is asked for.
+
+        A page behind the sequence's end is replaced by its last one: entries there may be anything.
+        """
+        last_page = lax.div(self.seq_len - 1, jnp.int32(page_size))
+        for token in range(0, BLOCK_KV, page_size):
+            page = lax.div(tile * BLOCK_KV + token, jnp.int32(page_size))
+            yield block_table[self.seq, jnp.minimum(page, last_page)]
 
 
 @dataclasses.dataclass(frozen=True)

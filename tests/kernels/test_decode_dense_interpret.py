@@ -21,7 +21,7 @@ import pytest
 
 from pallas_kernels import decode
 from pallas_kernels.combine import kernel as combine
-from pallas_kernels.decode_dense import entry, kernel, load
+from pallas_kernels.decode_dense import kernel, load
 from pallas_kernels.decode_dense.config import Config
 from pallas_kernels.hopper import plan
 from tests import inputs, oracle, tolerances
@@ -190,9 +190,7 @@ def small(format):
     """
     sizes = {"h_q": 8, "kv_lora_rank": 256, "rope_dim": 64, "format": format}
     case = inputs.decode_case((65, 130, 0, 1, 250), **sizes)
-    launch = functools.partial(
-        entry.launch, CONFIGS[format], attn_sink=None, interpret=simulator.PARAMS
-    )
+    launch = functools.partial(decode.launch, CONFIGS[format], interpret=simulator.PARAMS)
     parts = jnp.array([[0, 0, 5, 0, -1, 0, 0, 0]], jnp.int32)
     return SimpleNamespace(simulation=simulator.Simulation(launch), args=(*case.args, parts))
 

@@ -23,9 +23,7 @@ SIZES = {"h_q": 4, "page_size": 64, "kv_lora_rank": 512, "rope_dim": 64}
 def hopper(monkeypatch):
     """As if this process had a Hopper GPU. The launch is left out."""
     monkeypatch.setitem(dispatch._REQUIREMENTS, "mosaic", lambda: "")
-    for entry in ("entry", "e4m3_entry"):
-        launch = f"pallas_kernels.decode.{entry}.launch"
-        monkeypatch.setattr(launch, lambda *_, **__: pytest.fail("ran"))
+    monkeypatch.setattr(decode, "launch", lambda *_, **__: pytest.fail("ran"))
 
 
 def refusal(case, *, implementation="mosaic", scale=1.0):
@@ -85,10 +83,7 @@ def test_what_it_serves(format, implementation, monkeypatch):
     """Under its name, and where the best is asked for."""
     monkeypatch.setitem(dispatch._REQUIREMENTS, "mosaic", lambda: "")
     served = []
-    monkeypatch.setattr(
-        "pallas_kernels.decode.entry.launch",
-        lambda config, *_, **__: served.append(config) or 1 / 0,
-    )
+    monkeypatch.setattr(decode, "launch", lambda config, *_, **__: served.append(config) or 1 / 0)
     case = inputs.decode_case((3,), format=format, **SIZES)
     with pytest.raises(ZeroDivisionError):
         mla_decode(*case.args, scale=1.0, implementation=implementation)

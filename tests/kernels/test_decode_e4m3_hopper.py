@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from mla_jax import mla_decode, plan_decode
-from pallas_kernels.decode_e4m3 import config, entry
+from pallas_kernels import decode
+from pallas_kernels.decode_e4m3 import config
 from tests import inputs, oracle, tolerances
 from tests.kernels.on_hopper import (
     LENS,
@@ -122,9 +123,7 @@ def test_long_sequences_in_one_part(length):
     case = decode_case((length,), h_q=16)
     parts = jnp.array([[0, 0, 1, 0, 0, -1]], jnp.int32)
     sizes = ("fp8_token", "bfloat16", 512, 64, 64, 16, 1, True, False)
-    launch = functools.partial(
-        entry.launch, config.Config(*sizes, scale=inputs.SCALE), attn_sink=None
-    )
+    launch = functools.partial(decode.launch, config.Config(*sizes, scale=inputs.SCALE))
     out = jax.jit(launch)(*case.args, parts)[0].reshape(case.q_latent.shape)
     expected, _ = oracle.decode(*case.args, scale=inputs.SCALE)
     tolerances.check("out", out, expected, tolerances.E4M3_OUT)
@@ -137,7 +136,7 @@ def test_two_terms_of_p_are_nearly_as_good_as_16_bits(format):
     two = config.Config(*sizes, scale=inputs.SCALE, p_terms=2)
     # Not split: every sequence is whole.
     parts = jnp.array([[0, 0, 4, 0, 0, -1]], jnp.int32)
-    out = jax.jit(functools.partial(entry.launch, two, attn_sink=None))(*case.args, parts)[0]
+    out = jax.jit(functools.partial(decode.launch, two))(*case.args, parts)[0]
     expected, _ = oracle.decode(*case.args, scale=inputs.SCALE)
     found = out.reshape(case.q_latent.shape)
     tolerances.check("out", found, expected, tolerances.E4M3_TWO_TERMS_OUT)

@@ -20,7 +20,7 @@ import pytest
 
 from pallas_kernels import decode
 from pallas_kernels.combine import kernel as combine
-from pallas_kernels.decode_e4m3 import entry, kernel
+from pallas_kernels.decode_e4m3 import kernel
 from pallas_kernels.decode_e4m3.config import CACHE_FORMATS, Config
 from pallas_kernels.hopper import plan
 from tests import inputs, oracle, tolerances
@@ -191,7 +191,7 @@ def small():
     config = Config(
         "fp8_token", "bfloat16", 256, 64, 16, 8, 1, True, has_sink=False, scale=inputs.SCALE
     )
-    launch = functools.partial(entry.launch, config, attn_sink=None, interpret=simulator.PARAMS)
+    launch = functools.partial(decode.launch, config, interpret=simulator.PARAMS)
     parts = jnp.array([[0, 0, 5, 0, 0, -1]], jnp.int32)
     return SimpleNamespace(simulation=simulator.Simulation(launch), args=(*case.args, parts))
 

@@ -22,7 +22,7 @@ import pytest
 
 from pallas_kernels import decode
 from pallas_kernels.combine import kernel as combine
-from pallas_kernels.decode_transposed import entry, kernel, products
+from pallas_kernels.decode_transposed import kernel, products
 from pallas_kernels.decode_transposed.config import E4M3_FORMATS, Config
 from pallas_kernels.hopper import plan
 from tests import inputs, oracle, tolerances
@@ -285,9 +285,7 @@ PARTS = jnp.array([[0, 0, 7, 0, -1, 0, 0, 0]], jnp.int32)
 
 
 def simulation(format):
-    launch = functools.partial(
-        entry.launch, config(format), attn_sink=None, interpret=simulator.PARAMS
-    )
+    launch = functools.partial(decode.launch, config(format), interpret=simulator.PARAMS)
     return simulator.Simulation(launch)
 
 
