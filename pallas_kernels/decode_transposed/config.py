@@ -81,8 +81,11 @@ class Config(DecodeConfig):
     @property
     def spill_bytes(self) -> int:
         """Spills the compile gate accepts: where an output of 32 columns leaves widened operands
-        too little room, mostly of sums and of addresses."""
-        return 448 if self.widened and self.row_tile > 24 and self.d_latent == 512 else 0
+        too little room, mostly of sums and of addresses; and where `load_wg` has four pages, a tile
+        ahead, and the addresses of their scales in its 24 registers."""
+        if self.widened and self.row_tile > 24 and self.d_latent == 512:
+            return 448
+        return 4 if self.scaled and self.pages_per_tile > 2 else 0
 
     @property
     def latent_dtype(self) -> str:
