@@ -68,11 +68,13 @@ def test_source_digest_follows_the_sources(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "ROOT", tmp_path)
     (tmp_path / "pallas_kernels").mkdir()
     file = tmp_path / "pallas_kernels" / "a.py"
-    file.write_text("1")
+    file.write_text('"""A."""\n\n\ndef f():\n    """B."""\n    return 1  # C\n')
     before = records.source_digest()
-    file.write_text("2")
-    assert records.source_digest() != before
     assert len(before) == 12
+    file.write_text('"""D."""\ndef f():\n    return 1\n')
+    assert records.source_digest() == before
+    file.write_text('"""D."""\ndef f():\n    return 2\n')
+    assert records.source_digest() != before
 
 
 def test_peers():
