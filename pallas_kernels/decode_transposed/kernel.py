@@ -271,17 +271,18 @@ def _math_wg(wg: int, cta: Cta) -> None:
             pl.when(live < BLOCK_KV)(lambda: products.zero_dead_tokens(stage, live))
             scale_maxima = products.largest_scales(stage, live)
             largest = over_rows(own_rows(s, largest=True), smem.scratch.at[wg], largest=True)
-            before, softmax = (
-                softmax,
-                softmax.follow(largest * factor, scale_maxima, config.slack, config.scale_slack),
+            before = softmax
+            softmax = before.follow(
+                largest * factor, scale_maxima, config.slack, config.scale_slack
             )
             scaled = s * (factor if isinstance(factor, float) else down(factor, BLOCK_KV))
             p = jnp.exp2(scaled - down(softmax.m, BLOCK_KV))
             halves, l = _rescale(before, softmax, halves, interpret=interpret)
+
+            def release():
+                plgpu.barrier_arrive(bar.k_empty.at[stage], predicate=jnp.logical_not(last))
+
             # The maxima were a meeting of the warps: none of them still multiplies with P.
-            release = functools.partial(
-                plgpu.barrier_arrive, bar.k_empty.at[stage], predicate=jnp.logical_not(last)
-            )
             halves = products.add_values(stage, zero, halves, p, softmax.scales, live, release)
             return halves, softmax._replace(l=l + own_rows(p, largest=False))
 
