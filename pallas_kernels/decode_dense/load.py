@@ -82,6 +82,8 @@ def convert_wg(cta: Cta) -> None:
                 dequantise.store_bf16(
                     into, half, first, latents[half], scales, live, interpret=interpret
                 )
+        # A meeting too: all warps have read the scales. Those of the next tile take their place,
+        # which has no stages.
         plgpu.commit_smem()
         plgpu.barrier_arrive(bar.k_full.at[stage])
         return upcoming
