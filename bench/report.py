@@ -6,10 +6,8 @@ from pathlib import Path
 from bench import records
 from bench.shapes import GOALS, Shape
 from mla_jax.cli import console
+from pallas_kernels.decode_e4m3.config import CACHE_FORMATS as E4M3_FORMATS
 from pallas_kernels.hopper.gpus import Gpu
-
-PEERS = {"fp8_token": "vLLM fp8", "fp8_full": "vLLM fp8"}
-"""What a format is compared with: the peer that computes in e4m3; `FlashMLA` for all others."""
 
 COLUMNS: tuple[console.Column, ...] = (
     ("shape (b x s_k x h x s_q)", "left"),
@@ -37,8 +35,9 @@ def number(value: float | None, digits: int = 1) -> str:
 
 
 def peer_of(row: records.Row) -> records.Row | None:
-    """What the row is compared with, if that was measured."""
-    return records.peer_row(PEERS.get(row["format"], "FlashMLA"), row)
+    """What the row is compared with, if that was measured: a kernel that computes in e4m3 too, or
+    FlashMLA."""
+    return records.peer_row("vLLM fp8" if row["format"] in E4M3_FORMATS else "FlashMLA", row)
 
 
 def ratio(row: records.Row, peer: records.Row | None) -> tuple[float | None, float | None]:
@@ -59,7 +58,7 @@ def cells(row: records.Row, ceilings: Gpu) -> tuple[str, ...]:
     us, (low, high) = row["us"], row["us_quartiles"]
     goal = GOALS.get(row["format"], {}).get(shape)
     cold, warm = ratio(row, peer)
-    e4m3 = row["format"] in ("fp8_token", "fp8_full")
+    e4m3 = row["format"] in E4M3_FORMATS
     return (
         str(shape),
         row["format"],

@@ -115,7 +115,7 @@ def launch(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """The attention kernel alone, as `config` says, which must have no refusal.
 
-    `sink` holds one value for each slot of the row tiles.
+    `sink` holds one float32 for each slot of the row tiles.
 
     Returns:
         What `hopper.decode.launch` gives.

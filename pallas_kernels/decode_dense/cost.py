@@ -93,12 +93,13 @@ def schedule_us(
     p_tiles = 2  # written, read
     if transposed:
         p_tiles += d_latent // _TILE - 1  # each 64 channels read P anew
-    if ITEM_BYTES[stored.latent_dtype] < size:  # widened: behind shared memory, or before
+    stored_size = ITEM_BYTES[stored.latent_dtype]
+    if stored_size < size:  # widened: behind shared memory, or by way of it
         if transposed:
-            latent_size = ITEM_BYTES[stored.latent_dtype]
+            latent_size = stored_size
             p_tiles += stored.num_scales(d_latent) - 1  # each scale has a P of its own
         else:
-            loaded = _TILE * (d_latent + d_rope) * size
+            loaded += _TILE * d_latent * (stored_size + size)  # read, and stored again
     keys_read = _TILE * (d_latent * latent_size + d_rope * size)
     values_read = _TILE * d_latent * latent_size
     queries_read = row_tile * (d_latent + d_rope) * size

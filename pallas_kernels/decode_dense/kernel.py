@@ -63,6 +63,7 @@ the same place as they do converted:
     TMA of the raw tokens 0 .. 31 and their scales    -raw_full[0]->
     TMA of the raw tokens 32 .. 63 and their scales   -raw_full[1]->
     TMA of the rope keys
+    at a piece's first tile: wait for q_empty, TMA of the queries
     look up the pages of tile i+1
     wait for raw_full[0]
     32 tokens to registers; times their scales, in bf16, to kv_left and kv_right
@@ -75,7 +76,8 @@ convert_wg x 1; it waits where load_wg does. What is particular to it:
 
     buffer      shape           dtype  stages    KiB
     raw         64 x 512        e4m3   2           (kv_left)
-    k_scale     64 x 4          f32    1           1
+    k_scale     64 x 4          f32    1           1   (for both stages; two parts)
+    sum                                          220
 
     name           guards                         arrives x count                waits
     raw_full       32 raw tokens, their scales    TMA x 2 per page (1 or 2)      convert_wg

@@ -221,7 +221,7 @@ def _load_wg(cta: Cta) -> None:
             load_tile(tile, stage, pages_of_tile)
             if not config.scaled:
                 pl.when(i == 0)(lambda: load_q(piece.seq, pieces))
-            # MEASURED: H200, (16, 65536), 16 heads: 271 us in bf16, 145 in fp8_full; 273 and 148
+            # MEASURED: H200, (16, 65536), 16 heads: 268 us in bf16, 142 in fp8_full; 270 and 145
             # with pages looked up when the stage is free. The last tile is followed by itself, for
             # nothing.
             return pages_of(jnp.maximum(tile - 1, piece.begin))

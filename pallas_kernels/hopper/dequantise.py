@@ -38,13 +38,10 @@ from pallas_kernels.formats import SCALE_TILE
 from pallas_kernels.hopper.fp8 import tile_strides
 from pallas_kernels.hopper.inline import inline_mgpu
 from pallas_kernels.hopper.layouts import tiled
-from pallas_kernels.hopper.threads import const, extract, warp_and_lane
+from pallas_kernels.hopper.threads import ATOM_ROW, const, extract, in_atom, pointer, warp_and_lane
 
 TOKENS = 32
 """Tokens that are loaded together: 8 a warp."""
-
-_ROW = 128
-"""Bytes of a row of a tile in shared memory."""
 
 _TWO_TO_120 = (127 + 120) << 7
 """As a bfloat16."""
@@ -66,12 +63,12 @@ def load_latents(tile: Any, first: int, *, interpret: bool) -> tuple[jax.Array, 
     def load(ctx, tile):
         del ctx
         row_tile_bytes, column_tile_bytes, row_bytes = tile_strides(tile)
-        assert row_bytes == _ROW
+        assert row_bytes == ATOM_ROW
         warp, token, group, vector16 = _place(d_half)
         at = arith.addi(
             arith.muli(warp, const(row_tile_bytes)), arith.muli(group, const(column_tile_bytes))
         )
-        place = _in_atom(token, vector16)
+        place = in_atom(token, vector16)
         halves = []
         for half in range(2):
             offset = first // 8 * row_tile_bytes + half * groups * column_tile_bytes
@@ -79,7 +76,7 @@ def load_latents(tile: Any, first: int, *, interpret: bool) -> tuple[jax.Array, 
             registers.flat = [
                 llvm.load(
                     _four_words(),
-                    _pointer(tile, arith.addi(at, _moved(place, tokens, 4 * part)), offset),
+                    pointer(tile, arith.addi(at, _moved(place, tokens, 4 * part)), offset),
                 )
                 for tokens in _token_steps(d_half)
                 for part in range(2)
@@ -124,17 +121,17 @@ def store_bf16(
         del ctx
         i32 = ir.IntegerType.get_signless(32)
         row_tile_bytes, column_tile_bytes, row_bytes = tile_strides(tile)
-        assert row_bytes == _ROW
+        assert row_bytes == ATOM_ROW
         warp, token, group, vector16 = _place(d_half)
         at = arith.addi(
             arith.muli(warp, const(row_tile_bytes)), arith.muli(group, const(2 * column_tile_bytes))
         )
-        place = _in_atom(token, arith.muli(vector16, const(2)))
+        place = in_atom(token, arith.muli(vector16, const(2)))
         vectors = iter(latents.registers.flat)
         for tokens in _token_steps(d_half):
             row = arith.addi(arith.muli(warp, const(8)), arith.xori(token, const(tokens)))
             scale = arith.addi(arith.muli(row, const(2 * groups)), group)
-            scale = _pointer(scales, arith.muli(scale, const(4)), 4 * half * groups)
+            scale = pointer(scales, arith.muli(scale, const(4)), 4 * half * groups)
             scale = llvm.load(i32, scale)
             row = arith.addi(row, const(first))
             alive = arith.cmpi(arith.CmpIPredicate.slt, row, live.registers.flat[0])
@@ -147,7 +144,7 @@ def store_bf16(
                 for chunk in range(2):
                     there = arith.addi(at, _moved(place, tokens, chunk))
                     four = vector.from_elements(_four_words(), pairs[4 * chunk : 4 * chunk + 4])
-                    llvm.store(four, _pointer(tile, there, offset))
+                    llvm.store(four, pointer(tile, there, offset))
 
     store(tile, latents, scales, live)
 
@@ -184,22 +181,9 @@ def _token_steps(d_half: int) -> range:
     return range(0, 4 * d_half // SCALE_TILE, 4)
 
 
-def _in_atom(token: ir.Value, chunk: ir.Value) -> ir.Value:
-    """Where 16 bytes of a row lie in a swizzled tile of 8 rows."""
-    swizzled = arith.muli(arith.xori(chunk, token), const(16))
-    return arith.addi(arith.muli(token, const(_ROW)), swizzled)
-
-
 def _moved(place: ir.Value, token: int, chunk: int) -> ir.Value:
-    """`_in_atom` of the token xor `token` and the chunk xor `chunk`."""
-    return arith.xori(place, const(token * _ROW + (token ^ chunk) * 16))
-
-
-def _pointer(ref: ir.Value, at: ir.Value, offset: int) -> ir.Value:
-    """To so many bytes into shared memory; the constant ones become part of the instruction."""
-    i8 = ir.IntegerType.get_signless(8)
-    pointer = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [at], i8)
-    return mgpu_utils.getelementptr(pointer, [offset], i8)
+    """`in_atom` of the token xor `token` and the chunk xor `chunk`."""
+    return arith.xori(place, const(token * ATOM_ROW + (token ^ chunk) * 16))
 
 
 def _four_words() -> ir.Type:

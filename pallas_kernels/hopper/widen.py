@@ -32,10 +32,7 @@ from pallas_kernels.formats import BITS_OF_ONE, EXPONENT
 from pallas_kernels.hopper.fp8 import tile_strides
 from pallas_kernels.hopper.inline import inline_mgpu
 from pallas_kernels.hopper.layouts import WGMMA, tiled
-from pallas_kernels.hopper.threads import const, extract, warp_and_lane
-
-_ROW = 128
-"""Bytes of a row of a tile in shared memory."""
+from pallas_kernels.hopper.threads import ATOM_ROW, const, extract, in_atom, pointer, warp_and_lane
 
 
 def load_keys(tile: Any, *, interpret: bool) -> jax.Array:
@@ -43,16 +40,16 @@ def load_keys(tile: Any, *, interpret: bool) -> jax.Array:
     if interpret:
         return tile[...].astype(jnp.float16)
     shape = tile.shape
-    tiles = shape[1] // _ROW
+    tiles = shape[1] // ATOM_ROW
     result = plgpu.ShapeDtypeStruct(shape, jnp.float16, layout=WGMMA)
 
-    @inline_mgpu(arg_types=(plgpu.RefType(tiled(_ROW, 1)),), return_type=result)
+    @inline_mgpu(arg_types=(plgpu.RefType(tiled(ATOM_ROW, 1)),), return_type=result)
     def load(ctx, tile):
         # Four matrices are 64 channels of eight tokens.
         del ctx
         row_tile_bytes, column_tile_bytes, _ = tile_strides(tile)
         warp, matrix, row = _warp_matrix_and_row()
-        at = arith.addi(arith.muli(warp, const(2 * row_tile_bytes)), _place(row, matrix))
+        at = arith.addi(arith.muli(warp, const(2 * row_tile_bytes)), in_atom(row, matrix))
         layout = WGMMA.to_mgpu()
         wide = np.empty((tiles, 2, 4, 2, 2), dtype=object)
         for column_tile, part, half in np.ndindex(tiles, 2, 2):
@@ -73,17 +70,17 @@ def load_values(tile: Any, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
         values = tile[...].T.astype(jnp.float16)
         return values[0::2], values[1::2]
     tokens, columns = tile.shape
-    shape, tiles = (columns // 2, tokens), columns // _ROW
+    shape, tiles = (columns // 2, tokens), columns // ATOM_ROW
     result = plgpu.ShapeDtypeStruct(shape, jnp.float16, layout=WGMMA)
 
-    @inline_mgpu(arg_types=(plgpu.RefType(tiled(_ROW, 1)),), return_type=(result, result))
+    @inline_mgpu(arg_types=(plgpu.RefType(tiled(ATOM_ROW, 1)),), return_type=(result, result))
     def load(ctx, tile):
         # Four matrices are 8 pairs of channels of 32 tokens.
         del ctx
         row_tile_bytes, column_tile_bytes, _ = tile_strides(tile)
         warp, matrix, row = _warp_matrix_and_row()
         chunk = arith.muli(warp, const(2))
-        at = arith.addi(arith.muli(matrix, const(row_tile_bytes)), _place(row, chunk))
+        at = arith.addi(arith.muli(matrix, const(row_tile_bytes)), in_atom(row, chunk))
         layout = WGMMA.to_mgpu()
         parted = np.empty((2, tiles, 2, 4, 2), dtype=object)
         for column_tile, part, half in np.ndindex(tiles, 2, 2):
@@ -110,21 +107,15 @@ def _warp_matrix_and_row() -> tuple[ir.Value, ir.Value, ir.Value]:
     return warp, arith.shrui(lane, const(3)), arith.andi(lane, const(7))
 
 
-def _place(row: ir.Value, chunk: ir.Value) -> ir.Value:
-    """Where 16 bytes of a row lie in a swizzled tile of 8 rows."""
-    return arith.addi(arith.muli(row, const(_ROW)), arith.muli(arith.xori(row, chunk), const(16)))
-
-
 def _load_matrices(
     tile: ir.Value, at: ir.Value, in_row: int, offset: int, layout: nvvm.MMALayout
 ) -> list[ir.Value]:
     """The words of four 8 x 8 matrices of 16-bit elements: those at the threads' places, or so many
     bytes, a power of two, further on in their row, and `offset` further on in the tile."""
-    i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
+    i32 = ir.IntegerType.get_signless(32)
     at = arith.xori(at, const(in_row)) if in_row else at
-    pointer = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(tile), [at], i8)
     four = nvvm.ldmatrix(
-        mgpu_utils.getelementptr(pointer, [offset], i8),
+        pointer(tile, at, offset),
         layout=layout,
         num=4,
         shape=ir.Attribute.parse("#nvvm.ld_st_matrix_shape<m=8, n=8>"),
@@ -197,8 +188,8 @@ def largest_scales(
 
 
 def inverse(power_of_two: jax.Array, *, interpret: bool) -> jax.Array:
-    """1 over a power of two between 2**-126 and 2**126: division would take a dozen
-    instructions."""
+    """1 over a power of two between 2**-126 and 2**126: division would take a dozen instructions,
+    and Mosaic casts the bits of arrays only."""
     if interpret:
         return 1 / power_of_two
     splat = plgpu.Layout.WG_SPLAT(())

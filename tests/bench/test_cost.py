@@ -73,6 +73,10 @@ def test_schedules_of_one_tile_by_hand():
     smem = 64 * 656 + 64 * (512 + 128) + 64 * 512 + 18_432 + 12 * 2048
     _, own = cost.schedule_us(gpu, transposed=True, **step, format="fp8_ds_mla")
     assert own == pytest.approx(smem / 30.9e6)
+    # In the dense schedule by way of shared memory: raw bytes written and read, 16 bits stored.
+    smem = 64 * 656 + 64 * 512 + 65_536 + 73_728 + 65_536 + 73_728 + 2 * 8192
+    _, own = cost.schedule_us(gpu, transposed=False, **step, format="fp8_ds_mla")
+    assert own == pytest.approx(smem / 30.9e6)
     # An H20's tensor cores are what takes longest: 16 rows of 1088 channels against 64 tokens.
     gpu = GPUS["H20"]
     _, own = cost.schedule_us(gpu, transposed=False, **step)

@@ -13,7 +13,6 @@ pytestmark = pytest.mark.hopper
 PROMPTS = [[5, 9, 2, 33, 21, 8, 40, 11, 3], [7], list(range(2, 62))]
 NEW_TOKENS = 70
 """More than a page."""
-FORMATS = ("bf16", "f16", "fp8_ds_mla", "fp8_token", "fp8_full")
 MAX_GAP = {"bf16": 0.06, "f16": 0.02, "fp8_ds_mla": 0.12, "fp8_token": 0.12, "fp8_full": 0.12}
 """How far a greedy token's logit may be below the largest, where their spread is 1: three times
 what the jnp implementation has."""
@@ -34,7 +33,7 @@ def config_of(num_heads, dtype):
 
 
 @pytest.mark.parametrize("num_heads, transposed", [(16, True), (64, False)])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", decode.FORMATS)
 def test_greedy_tokens(format, num_heads, transposed, tmp_path, monkeypatch):
     """Each is one of the likeliest by the float64 forward of all before it."""
     schedules = set()
