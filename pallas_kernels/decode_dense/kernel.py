@@ -72,12 +72,12 @@ the same place as they do converted:
     fence                                             -k_full->
 
 It stores zeros for the tokens behind the end. Its arrivals at k_full are TMA x 1 per page and
-convert_wg x 1; it waits where load_wg does. What is particular to it:
+convert_wg x 1; it waits where load_wg does. What is particular to it, 220 KiB in all; k_scale, one
+place for each half of a tile, serves both stages:
 
     buffer      shape           dtype  stages    KiB
     raw         64 x 512        e4m3   2           (kv_left)
-    k_scale     64 x 4          f32    1           1   (for both stages; two parts)
-    sum                                          220
+    k_scale     64 x 4          f32    1           1
 
     name           guards                         arrives x count                waits
     raw_full       32 raw tokens, their scales    TMA x 2 per page (1 or 2)      convert_wg
