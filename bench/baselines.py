@@ -6,7 +6,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from bench.inputs import D_LATENT, D_NOPE, D_ROPE, D_V, SCALE, Inputs
+from bench.inputs import D_LATENT, D_NOPE, D_ROPE, D_V, SCALE, UNTUNED, Inputs
 from bench.shapes import Shape
 from mla_jax import LatentCache, gather
 
@@ -78,10 +78,10 @@ def attend(
 
 def absorb(q: jax.Array, args: Inputs, w_uk: jax.Array) -> Inputs:
     """The absorbed form of the same step, for `inputs.expected`."""
-    q_latent = jnp.einsum(
-        "bshd,hdc->bshc",
-        q[..., :D_NOPE].astype(jnp.float32),
-        w_uk.astype(jnp.float32),
-        precision="highest",
-    )
-    return args._replace(q_latent=q_latent, q_rope=q[..., D_NOPE:])
+    return args._replace(q_latent=_absorbed(q[..., :D_NOPE], w_uk), q_rope=q[..., D_NOPE:])
+
+
+@functools.partial(jax.jit, compiler_options=UNTUNED)
+def _absorbed(q_nope: jax.Array, w_uk: jax.Array) -> jax.Array:
+    q_nope, w_uk = (x.astype(jnp.float32) for x in (q_nope, w_uk))
+    return jnp.einsum("bshd,hdc->bshc", q_nope, w_uk, precision="highest")

@@ -26,13 +26,16 @@ class Config(DecodeConfig):
     """1: probabilities are rounded to e4m3. 2: what that leaves is rounded and multiplied too."""
     num_stages: int = 4
     """Key tiles in flight."""
-    slack: float = 3.0
-    """Growth of the running maximum, base 2, that is let pass without rescaling."""
-    p_max: float = 16.0
+    slack: float = 3.5
+    """How far, base 2, a row's scores may exceed what they are relative to."""
+    headroom: float = 1.0
+    """How far above the largest score that is set when one exceeds it by more. What is gained in
+    time by more of it is lost in accuracy: small probabilities become zeros."""
+    p_max: float = 32.0
     """What a probability of 1 is in e4m3, for a token with the scale that all are relative to: it
     and both slacks must stay below the format's end. A power of two, so that scales of 0.7 to 1 of
     the largest, as those of one distribution are, lie in the upper part of an octave, where the
-    format's relative error is least."""
+    format's relative error is least; so `headroom` is a whole number."""
 
     @property
     def rope_has_scale(self) -> bool:

@@ -8,8 +8,9 @@ may see, with u[j] the scale of token j and w[j] that of its rope key (`fp8_toke
     p[r, j] = exp2(scale_log2 * s[r, j] - m[r])
     out[r]  = sum_j e4m3(p[r, j] * u[j] * P_MAX / v) * latent[j]  *  v / P_MAX / sum_j p[r, j]
 
-m follows the running maximum of the scores, v that of the scales, both with slack (config). qr is
-bfloat16 in `fp8_token`; in `fp8_full` it is e4m3, and t the scale of the whole row of q.
+m follows the running maximum of the scores, v that of the scales, both with slack, m with headroom
+(config). qr is bfloat16 in `fp8_token`; in `fp8_full` it is e4m3, and t the scale of the whole row
+of q.
 
 A CTA owns 64 rows and one part of the plan: a run of key tiles (64 tokens) that may begin and end
 inside a sequence. A sequence's tiles are taken last to first, in pairs; a last one without a
@@ -204,7 +205,9 @@ def _math_wg(wg: int, cta: Cta) -> None:
             row_max = jnp.maximum(row_max, plgpu.load(smem.row_max.at[1 - wg], layout=WGMMA_ROW))
             zero = jnp.int32(0) if interpret else opaque_zero(piece.seq_len + index)
             scale_max = jnp.maximum(scale_max, smem.scale_max[1 - wg + zero, 0])
-            softmax, alpha = softmax.follow(row_max, scale_max, config.slack, config.scale_slack)
+            softmax, alpha = softmax.follow(
+                row_max, scale_max, config.slack, config.headroom, config.scale_slack
+            )
             smem.alpha[wg] = alpha
             vote(smem.votes.at[wg], 1.0 - alpha, interpret=interpret)
             p = jnp.exp2(s * across(factor, BLOCK_KV) - across(softmax.m, BLOCK_KV))

@@ -53,15 +53,22 @@ class Config(DecodeConfig):
     @property
     def p_max(self) -> float:
         """What a probability of 1 is, for a token with the scale that all are relative to."""
-        return 256.0 if self.widened else 16.0
+        return 256.0 if self.widened else 32.0
 
     @property
     def slack(self) -> float:
-        """Growth of the running maximum, base 2, that is let pass without rescaling
+        """How far, base 2, a row's scores may exceed what they are relative to
         (`hopper.softmax`)."""
         if self.widened:
             return 4.0
-        return 3.0 if self.in_e4m3 else 8.0
+        return 3.5 if self.in_e4m3 else 8.0
+
+    @property
+    def headroom(self) -> float:
+        """How far above the largest score that is set when one exceeds it by more."""
+        if self.widened:
+            return 4.0
+        return 1.0 if self.in_e4m3 else 0.0
 
     @property
     def scale_slack(self) -> float:

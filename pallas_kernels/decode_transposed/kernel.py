@@ -273,7 +273,7 @@ def _math_wg(wg: int, cta: Cta) -> None:
             largest = over_rows(own_rows(s, largest=True), smem.scratch.at[wg], largest=True)
             before = softmax
             softmax = before.follow(
-                largest * factor, scale_maxima, config.slack, config.scale_slack
+                largest * factor, scale_maxima, config.slack, config.headroom, config.scale_slack
             )
             scaled = s * (factor if isinstance(factor, float) else down(factor, BLOCK_KV))
             p = jnp.exp2(scaled - down(softmax.m, BLOCK_KV))

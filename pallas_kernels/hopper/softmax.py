@@ -77,13 +77,12 @@ class PairedSoftmax(NamedTuple):
         return PairedSoftmax(m, l, jnp.float32(0.0))
 
     def follow(
-        self, row_max, scale_max, slack: float, scale_slack: float
+        self, row_max, scale_max, slack: float, headroom: float, scale_slack: float
     ) -> tuple["PairedSoftmax", jax.Array]:
         """Let `m` and `scale` follow a pair's maxima where those exceed them by more than `slack`
-        (base 2) and `scale_slack` (a factor): the new state, and the factor of the output so far,
-        at most 1 and exactly 1 where nothing changes."""
-        m_max = jnp.maximum(self.m, row_max)
-        m = jnp.where(m_max > self.m + slack, m_max, self.m)
+        (base 2) and `scale_slack` (a factor), `m` to `headroom` above its maximum: the new state,
+        and the factor of the output so far, at most 1 and exactly 1 where nothing changes."""
+        m = jnp.where(row_max > self.m + slack, row_max + headroom, self.m)
         grown = scale_max > self.scale * scale_slack
         scale = jnp.where(grown, jnp.maximum(scale_max, MIN_SCALE), self.scale)
         beta = jnp.exp2(self.m - m)
@@ -127,12 +126,12 @@ class ColumnSoftmax(NamedTuple):
         maximum: jax.Array,
         scale_maxima: tuple[jax.Array, ...],
         slack: float,
+        headroom: float,
         scale_slack: float,
     ) -> "ColumnSoftmax":
         """`PairedSoftmax.follow`, of a single tile: the new state but for `l`. Where it is another,
         the caller has to apply `factors_since`."""
-        m_max = jnp.maximum(self.m, maximum)
-        m = jnp.where(m_max > self.m + slack, m_max, self.m)
+        m = jnp.where(maximum > self.m + slack, maximum + headroom, self.m)
         scales = [
             jnp.where(largest > before * scale_slack, jnp.maximum(largest, MIN_SCALE), before)
             for before, largest in zip(self.scales, scale_maxima, strict=True)

@@ -102,6 +102,12 @@ def test_small_pages_and_odd_heads(format, dtype, monkeypatch):
     simulate(case, 2, monkeypatch)
 
 
+def test_deepseek_sizes_on_small_pages_of_an_fp8_cache(monkeypatch):
+    """The converter takes its 32 raw tokens from two pages at a time."""
+    sizes = {"h_q": 16, "page_size": 16, "kv_lora_rank": 512, "rope_dim": 64}
+    simulate(inputs.decode_case((0, 150, 17), format="fp8_ds_mla", **sizes), 1, monkeypatch)
+
+
 @on_each_format
 def test_a_causal_mask_over_two_tiles(format, monkeypatch):
     """The last query's token begins a tile, so that the others see less than the one before."""
