@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 
-from bench import measure, records
+from bench import records
 from bench.inputs import D_LATENT, D_ROPE, PAGE_SIZE, SCALE
 from bench.progress import progress
 from mla_jax import LatentCache, append, dispatch, init_cache, mla_decode
@@ -147,7 +147,8 @@ def run(implementations: Sequence[str], contexts: Sequence[int], output: Path) -
     """Measure every format on every input, print and record."""
     jobs = [(name, format) for name in INPUTS for format in FORMATS]
     rows: list[records.Row] = []
-    about = {**measure.about(), "heads": HEADS, "score_std": SCORE_STD}
+    device = jax.devices()[0].device_kind
+    about = {"heads": HEADS, "score_std": SCORE_STD}
     with progress(len(jobs)) as step:
         for name, format in jobs:
             say = step(f"{name} {format}")
@@ -168,6 +169,7 @@ def run(implementations: Sequence[str], contexts: Sequence[int], output: Path) -
                             "format": format,
                             "implementation": implementation,
                             **{key: float(f"{value:.3g}") for key, value in found.items()},
+                            "device": device,
                             "date": records.today(),
                         }
                     )
