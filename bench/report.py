@@ -94,21 +94,23 @@ def show(rows: Sequence[records.Row], ceilings: Gpu) -> None:
 
 
 def show_by_length(rows: Sequence[records.Row]) -> None:
-    """Print TFLOPS, a line for each batch and context length, a column for each implementation: the
-    table of the ETAP paper (arXiv:2506.01969)."""
-    lines: dict[tuple[int, int], dict[str, float]] = {}
+    """Print TFLOPS, a line for each batch, context length, heads and queries, a column for each
+    implementation: the table of the ETAP paper (arXiv:2506.01969)."""
+    lines: dict[tuple[int, ...], dict[str, float]] = {}
     for row in rows:
-        lines.setdefault((row["b"], row["s_k"]), {})[_series(row)] = row["tflops"]
+        shape = row["b"], row["s_k"], row["h"], row["s_q"]
+        lines.setdefault(shape, {})[_series(row)] = row["tflops"]
     names = list(dict.fromkeys(map(_series, rows)))
-    columns: list[console.Column] = [("sequences", "right"), ("tokens", "right")]
+    heads = ("sequences", "tokens", "heads", "queries")
+    columns: list[console.Column] = [(head, "right") for head in heads]
     for name in names:
         columns.append((name, "right"))
     console.say()
     console.table(
         columns,
         [
-            (f"{b}", f"{s_k}", *(number(line.get(n)) for n in names))
-            for (b, s_k), line in lines.items()
+            (*map(str, shape), *(number(line.get(n)) for n in names))
+            for shape, line in lines.items()
         ],
     )
     console.say()
@@ -116,24 +118,29 @@ def show_by_length(rows: Sequence[records.Row]) -> None:
 
 
 def plot_by_length(rows: Sequence[records.Row], file: Path) -> None:
-    """TFLOPS against context length, a panel for each batch, a line for each implementation."""
+    """TFLOPS against context length, a panel for each batch, heads and queries, a line for each
+    implementation."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    batches = sorted({row["b"] for row in rows})
+    kind = lambda row: (row["b"], row["h"], row["s_q"])
+    kinds = sorted(set(map(kind, rows)))
     figure, panels = plt.subplots(
-        1, len(batches), figsize=(5 * len(batches), 3.6), sharey=True, squeeze=False
+        1, len(kinds), figsize=(5 * len(kinds), 3.6), sharey=True, squeeze=False
     )
-    for panel, b in zip(panels[0], batches, strict=True):
+    for panel, (b, h, s_q) in zip(panels[0], kinds, strict=True):
         for name in dict.fromkeys(map(_series, rows)):
             points = sorted(
-                (row["s_k"], row["tflops"]) for row in rows if (row["b"], _series(row)) == (b, name)
+                (row["s_k"], row["tflops"])
+                for row in rows
+                if (kind(row), _series(row)) == ((b, h, s_q), name)
             )
             if points:
                 panel.semilogx(*zip(*points, strict=True), base=2, marker=".", label=name)
-        panel.set_title(f"{b} sequences")
+        queries = f", {s_q} queries" if s_q > 1 else ""
+        panel.set_title(f"{b} sequences, {h} heads{queries}")
         panel.set_xlabel("tokens in the context")
         panel.grid(alpha=0.3)
     panels[0][0].set_ylabel("TFLOPS")

@@ -27,10 +27,10 @@ class Config(DecodeConfig):
     num_stages: int = 4
     """Key tiles in flight."""
     slack: float = 3.5
-    """How far, base 2, a row's scores may exceed what they are relative to."""
+    """How far, base 2, a score may exceed what the row's are relative to before that moves."""
     headroom: float = 1.0
-    """How far above the largest score that is set when one exceeds it by more. What is gained in
-    time by more of it is lost in accuracy: small probabilities become zeros."""
+    """How far, base 2, that then is set above the largest score. What is gained in time by more of
+    it is lost in accuracy: small probabilities become zeros."""
     p_max: float = 32.0
     """What a probability of 1 is in e4m3, for a token with the scale that all are relative to: it
     and both slacks must stay below the format's end. A power of two, so that scales of 0.7 to 1 of

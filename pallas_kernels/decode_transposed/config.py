@@ -57,7 +57,7 @@ class Config(DecodeConfig):
 
     @property
     def slack(self) -> float:
-        """How far, base 2, a row's scores may exceed what they are relative to
+        """How far, base 2, a score may exceed what the row's are relative to before that moves
         (`hopper.softmax`)."""
         if self.widened:
             return 4.0
@@ -65,7 +65,8 @@ class Config(DecodeConfig):
 
     @property
     def headroom(self) -> float:
-        """How far above the largest score that is set when one exceeds it by more."""
+        """How far, base 2, that then is set above the largest score. float16 has range to spare; in
+        e4m3 what is gained in time by more of it is lost in accuracy."""
         if self.widened:
             return 4.0
         return 1.0 if self.in_e4m3 else 0.0

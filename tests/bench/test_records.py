@@ -122,8 +122,10 @@ def test_table_and_picture_by_length(tmp_path, capsys):
         for s_k, tflops in ((512, 10.0), (1024, 20.0))
         for name in ("mosaic", "mosaic_transposed")
     ]
-    report.show_by_length(rows[:-1])  # one was left out
+    rows[-1]["h"] = 64  # in a line of its own
+    report.show_by_length(rows)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["16", "512", "10.0", "10.0"] in lines and ["32", "1024", "20.0"] in lines
-    report.plot_by_length(rows[:-1], tmp_path / "a" / "tflops.png")
+    for line in ("16 512 128 1 10.0 10.0", "32 1024 128 1 20.0", "32 1024 64 1 20.0"):
+        assert line.split() in lines
+    report.plot_by_length(rows, tmp_path / "a" / "tflops.png")
     assert (tmp_path / "a" / "tflops.png").read_bytes().startswith(b"\x89PNG")

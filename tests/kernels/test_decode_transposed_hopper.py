@@ -175,7 +175,7 @@ def test_groups_of_channels_of_very_different_scale(h_q, exponents):
 
 @pytest.mark.parametrize("h_q", [16, 32])
 def test_one_token_gives_its_latent(h_q):
-    """Bit for bit: the probability is 1, and widening is exact."""
+    """Bit for bit: the probability is a power of two, and widening is exact."""
     case = decode_case((1,) * 200, h_q, format="fp8_ds_mla")
     out, _ = compiled()(*case.args)
     cache = case.cache
