@@ -3,6 +3,8 @@ import os
 # The simulated GPU's threads wait for each other in callbacks that hold a thread of XLA's pool; as
 # many as there are cores may be too few for the one that could go on.
 os.environ.setdefault("NPROC", "16")
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers have the cores between them
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import hypothesis
 import jax

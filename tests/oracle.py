@@ -16,7 +16,13 @@ def softmax_mean(scores, visible, values):
     with np.errstate(divide="ignore"):
         lse = (m + np.log(l))[..., 0]
     p = p / np.where(l == 0, 1, l)
-    return p @ values, lse, p
+    return times(p, values[0]) if len(values) == 1 else p @ values, lse, p
+
+
+def times(rows, shared):
+    """`rows [h, t, n] @ shared [n, d]` as one product; numpy would make one of each head."""
+    h, t, n = rows.shape
+    return (rows.reshape(h * t, n) @ shared).reshape(h, t, shared.shape[1])
 
 
 def sink_weight(lse, sink):
@@ -44,7 +50,7 @@ def dequantise(cache):
 def attend(q_latent, q_rope, latent, rope, visible, scale, sink=None):
     """One sequence, absorbed: `q [s, h, .]`, keys `[n, .]`; returns `[s, h, c]`, `[s, h]` twice."""
     q_latent, q_rope = (np.asarray(x).astype(np.float64).swapaxes(0, 1) for x in (q_latent, q_rope))
-    scores = (q_latent @ latent.T + q_rope @ rope.T) * scale
+    scores = (times(q_latent, latent.T) + times(q_rope, rope.T)) * scale
     out, lse, _ = softmax_mean(scores, visible, latent[None])
     largest = np.where(visible, scores, -np.inf).max(-1, initial=-np.inf)
     out = out * sink_weight(lse, None if sink is None else np.asarray(sink)[:, None])[..., None]

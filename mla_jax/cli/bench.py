@@ -11,6 +11,7 @@ BENCHES = {
     "decode": "dense decode: correctness, then times (needs a Hopper GPU)",
     "append": "writing tokens to the cache: correctness, then times (needs a Hopper GPU)",
     "model_step": "a decode step of a whole model (needs a Hopper GPU)",
+    "p_terms": "one and two e4m3 terms of the probabilities (needs a Hopper GPU)",
     "accuracy": "what each cache format costs in accuracy (no GPU needed)",
     "compile_report": "what the compiler makes of the kernels (needs no GPU)",
 }

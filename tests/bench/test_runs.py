@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from bench import append, baselines, decode, inputs, measure, model_step
+from bench import append, baselines, decode, inputs, measure, model_step, p_terms
 from bench.shapes import GOALS, Shape
-from mla_jax.cli import app
+from mla_jax.cli import app, console
+from pallas_kernels.hopper import plan
 from tests import oracle
 from tests.bench.ceilings import H200_MEASURED
+from tests.kernels import simulator
 
 ROOT = Path(__file__).parents[2]
 
@@ -211,6 +213,29 @@ def test_an_append_that_is_off_is_not_timed(no_gpu_needed, monkeypatch, tmp_path
     assert "append bf16 3 x: wrong result, not timed: " in capsys.readouterr().err
 
 
+def test_p_terms(no_gpu_needed, monkeypatch, tmp_path, capsys):
+    """A second term makes the error smaller; on the simulated GPU."""
+    real = measure.kernel_times
+    log = no_gpu_needed
+    monkeypatch.setattr(
+        measure,
+        "kernel_times",
+        lambda call, **kwargs: real(lambda: log.append(("a", 50.0)) or call(), **kwargs),
+    )
+    row = functools.partial(p_terms.measure_row, interpret=simulator.PARAMS)
+    monkeypatch.setattr(p_terms, "measure_row", row)
+    monkeypatch.setattr(plan, "num_sms", lambda: 2)
+    output = tmp_path / "results.json"
+    p_terms.run([Shape(2, 130, 8)], ["fp8_token"], iterations=1, output=output)
+    one, two = json.loads(output.read_text())["rows"]
+    assert (one["us"], two["us"]) == (50.0, 50.0)
+    assert one["implementation"] == "mosaic, p_terms=1" and 2e-3 < one["rms_err"] < 0.1
+    assert two["rms_err"] < one["rms_err"]
+    assert "mosaic, p_terms=2" in capsys.readouterr().out
+    with pytest.raises(console.UserError, match="would be split"):
+        p_terms.run([Shape(1, 2000, 8)], ["fp8_token"], iterations=1, output=output)
+
+
 def test_model_step(no_gpu_needed, monkeypatch, tmp_path, capsys):
     big = model_step.V2_LITE
     assert big.moe is not None
@@ -253,7 +278,8 @@ def test_sizes_of_the_model():
         (["decode", "--format", "b"], "--format: 'b' is none of bf16, f16"),
         (
             ["nothing"],
-            "bench: 'nothing' is none of decode, append, model_step, accuracy, compile_report",
+            "bench: 'nothing' is none of decode, append, model_step, p_terms, accuracy, "
+            "compile_report",
         ),
     ],
 )
