@@ -165,9 +165,7 @@ def run(
     """Measure everything, print the table; the exit code."""
     measure.require_gpu()
     about: dict[str, Any] = measure.about()
-    output = output or records.RESULTS / f"{records.slug(about['device'])}.json"
-    with console.input_errors():
-        records.read(output)
+    output = options.results_file(output, about["device"])
     jobs = [(o, f, t, i) for o in OPS for f in formats for t in tokens for i in implementations]
     rows, wrong = [], False
     with progress(len(jobs)) as begin:
@@ -207,14 +205,7 @@ def main(
         str, typer.Option("--implementation", metavar="NAME,...", help="What to measure.")
     ] = ",".join(IMPLEMENTATIONS),
     iterations: Annotated[int, typer.Option(min=2, help="Measured calls.")] = 30,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Merge the results into this file. Default: bench/results/<gpu>.json.",
-            show_default=False,
-        ),
-    ] = None,
+    output: options.Output = None,
 ) -> None:
     """Check and time writing to the cache on a Hopper GPU."""
     try:

@@ -176,9 +176,7 @@ def run(
     """Measure all steps, each a shape and a cache format, print the table; the exit code."""
     measure.require_gpu()
     about = {**measure.about(), "protocol": _protocol()}
-    output = output or records.RESULTS / f"{records.slug(about['device'])}.json"
-    with console.input_errors():
-        records.read(output)
+    output = options.results_file(output, about["device"])
     jobs = [(*step, implementation) for step in steps for implementation in implementations]
     rows, faults = [], []
     ours = [job for job in jobs if job[2] in OURS]
@@ -289,14 +287,7 @@ def main(
         int | None,
         typer.Option(min=1, help="Measured calls. Default: 30, or 10.", show_default=False),
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Merge the results into this file. Default: bench/results/<gpu>.json.",
-            show_default=False,
-        ),
-    ] = None,
+    output: options.Output = None,
     picture: Annotated[
         Path | None,
         typer.Option(
@@ -334,8 +325,7 @@ def main(
 
 def _steps(rows: str | None, chosen: str, formats: Sequence[str]) -> list[tuple[Shape, str]]:
     if rows is not None:
-        with console.input_errors():
-            shapes = [Shape.parse(row.strip()) for row in rows.split(",")]
+        shapes = options.shapes(rows)
     else:
         (name,) = options.names("--set", chosen, tuple(SETS))
         if name == "goals":

@@ -245,9 +245,7 @@ def run(
 ) -> None:
     """Measure, print and record."""
     about = measure.about()
-    output = output or records.RESULTS / f"{records.slug(about['device'])}.json"
-    with console.input_errors():
-        records.read(output)
+    output = options.results_file(output, about["device"])
     rows, first_tokens = [], {}
     with progress(len(implementations) + 2) as begin:
         say: Say = begin("making the model")
@@ -295,14 +293,7 @@ def main(
         str, typer.Option("--implementation", metavar="NAME,...", help="What to measure.")
     ] = "xla,mosaic_transposed",
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Steps in a row.")] = 20,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Merge the results into this file. Default: bench/results/<gpu>.json.",
-            show_default=False,
-        ),
-    ] = None,
+    output: options.Output = None,
 ) -> None:
     """Time a decode step of a model of DeepSeek-V2-Lite's sizes on a Hopper GPU."""
     try:

@@ -97,9 +97,7 @@ def run(
     """Measure everything, print the table and record it."""
     measure.require_gpu()
     about = measure.about()
-    output = output or records.RESULTS / f"{records.slug(about['device'])}.json"
-    with console.input_errors():
-        records.read(output)
+    output = options.results_file(output, about["device"])
     jobs = [(s, f, n) for f in formats for s in shapes for n in TERMS]
     rows = []
     with progress(len(jobs)) as begin:
@@ -149,21 +147,12 @@ def main(
         str, typer.Option("--format", metavar="NAME,...", help="Cache formats to measure.")
     ] = ",".join(CACHE_FORMATS),
     iterations: Annotated[int, typer.Option(min=1, help="Measured calls.")] = 30,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Merge the results into this file. Default: bench/results/<gpu>.json.",
-            show_default=False,
-        ),
-    ] = None,
+    output: options.Output = None,
 ) -> None:
     """Time the e4m3 kernel with one and with two terms of the probabilities on a Hopper GPU."""
     try:
-        with console.input_errors():
-            shapes = [Shape.parse(row.strip()) for row in rows.split(",")]
         chosen = options.names("--format", formats, CACHE_FORMATS)
-        run(shapes, chosen, iterations=iterations, output=output)
+        run(options.shapes(rows), chosen, iterations=iterations, output=output)
     except console.UserError as error:
         console.note(f"error: {error}")
         raise typer.Exit(2) from None
