@@ -3,6 +3,7 @@
 bench/README.md has the protocol.
 """
 
+import dataclasses
 import functools
 import os
 import sys
@@ -78,10 +79,7 @@ def measure_row(
     return {
         "op": "decode",
         "format": format,
-        "b": shape.b,
-        "s_k": shape.s_k,
-        "h": shape.h,
-        "s_q": shape.s_q,
+        **dataclasses.asdict(shape),
         "topk": None,
         "us": round(us, 2),
         "us_end_to_end": round(host.median, 1),

@@ -7,16 +7,15 @@ import ml_dtypes
 import numpy as np
 
 
-def softmax_mean(scores, visible, values):
-    """`scores [h, t, n]`, `visible [t, n]`, `values [h or 1, n, d]`; returns out, lse, p."""
+def softmax(scores, visible):
+    """`scores [h, t, n]`, `visible [t, n]`; returns p, lse."""
     scores = np.where(visible, scores, -np.inf)
     m = scores.max(-1, initial=-np.inf, keepdims=True)
     p = np.exp(scores - np.where(np.isinf(m), 0, m))
     l = p.sum(-1, keepdims=True)
     with np.errstate(divide="ignore"):
         lse = (m + np.log(l))[..., 0]
-    p = p / np.where(l == 0, 1, l)
-    return times(p, values[0]) if len(values) == 1 else p @ values, lse, p
+    return p / np.where(l == 0, 1, l), lse
 
 
 def times(rows, shared):
@@ -51,7 +50,8 @@ def attend(q_latent, q_rope, latent, rope, visible, scale, sink=None):
     """One sequence, absorbed: `q [s, h, .]`, keys `[n, .]`; returns `[s, h, c]`, `[s, h]` twice."""
     q_latent, q_rope = (np.asarray(x).astype(np.float64).swapaxes(0, 1) for x in (q_latent, q_rope))
     scores = (times(q_latent, latent.T) + times(q_rope, rope.T)) * scale
-    out, lse, _ = softmax_mean(scores, visible, latent[None])
+    p, lse = softmax(scores, visible)
+    out = times(p, latent)
     largest = np.where(visible, scores, -np.inf).max(-1, initial=-np.inf)
     out = out * sink_weight(lse, None if sink is None else np.asarray(sink)[:, None])[..., None]
     return out.swapaxes(0, 1), lse.T, largest.T
@@ -105,8 +105,8 @@ def prefill(q, k, v, *, scale, causal=True, q_lens=None, kv_lens=None, d_out=Non
         )  # [h, ., d]
         ends = kv_lens[i] - np.arange(q_lens[i])[::-1] if causal else np.full(q_lens[i], kv_lens[i])
         visible = np.arange(kv_lens[i]) < ends[:, None]
-        out_i, lse[i, :, rows], p = softmax_mean(q_i @ k_i.mT * scale, visible, v_i)
-        out[i, rows] = out_i.swapaxes(0, 1)
+        p, lse[i, :, rows] = softmax(q_i @ k_i.mT * scale, visible)
+        out[i, rows] = (p @ v_i).swapaxes(0, 1)
         if d_out is not None:
             d_out_i = np.asarray(d_out, np.float64)[i, rows].swapaxes(0, 1)
             d_p = d_out_i @ v_i.mT

@@ -119,8 +119,8 @@ def transposed_is_faster(gpu: Gpu, *, s_q: int, h: int, format: str) -> bool:
 
     Where memory bounds both, that with less work for the SMs: the rest of the time goes by while
     loads are awaited, and what does not overlap with them is less. Never with several row tiles,
-    each of which reads the whole cache again: measured with 64 and 128 rows, slower in every
-    format.
+    each of which reads the whole cache again: slower in all that was measured with 64 and
+    128 rows.
     """
     if not 0 < s_q * h <= TRANSPOSED_ROWS:
         return False

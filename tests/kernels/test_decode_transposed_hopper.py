@@ -159,12 +159,11 @@ def test_tokens_of_very_different_scale(format):
     check(dataclasses.replace(case, cache=dataclasses.replace(case.cache, scale=scale)))
 
 
-@pytest.mark.parametrize("exponents", [(-10, 10, 5, 6), (10, -10, 0, -9)])
+@pytest.mark.parametrize("exponents", [(-12, 12, 7, 8), (12, -12, 0, -11)])
 @pytest.mark.parametrize("h_q", [16, 32])
 def test_groups_of_channels_of_very_different_scale(h_q, exponents):
     """Queries and values are float16 on the way: values each group in a range of its own, queries
-    of a row in one. Those keep all bits down to 2^-31 of the row's largest: 2^-11 of their group's.
-    """
+    of a row in one."""
     case = decode_case(LENS["many"], h_q, format="fp8_ds_mla")
     expected_out, expected_lse = oracle.decode(*case.args, scale=inputs.SCALE)
     out, lse = compiled()(*inputs.with_scales_of(case, exponents).args)

@@ -8,15 +8,14 @@ import pytest
 
 from pallas_kernels.decode_e4m3.config import Config as E4m3Config
 from pallas_kernels.decode_transposed.config import Config as TransposedConfig
+from pallas_kernels.formats import MIN_SCALE
 from pallas_kernels.hopper.softmax import NO_MAXIMUM, ColumnSoftmax, PairedSoftmax
 
 LARGEST = {"fp8_ds_mla": 65504.0, "fp8_token": 448.0, "fp8_full": 448.0, "f16": 65504.0}
-TILES = st.lists(
-    st.tuples(st.floats(-60, 60, width=32), st.integers(-40, 40), st.floats(1.0, 1.9375, width=32)),
-    min_size=1,
-    max_size=12,
-)
-"""Of each tile the largest score, and the largest scale as an exponent and what it is times."""
+STEP = st.floats(-3, 7, width=32) | st.sampled_from([3.25, 3.75, 4.25, 4.75, 7.75])
+TILES = st.lists(st.tuples(STEP, st.floats(-1, 3.25, width=32)), min_size=1, max_size=12)
+"""How much larger each tile's largest score is than that of the one before, and its largest scale,
+both base 2: about the slacks, so that they are used to the full."""
 
 
 def config(cls, format):
@@ -36,7 +35,7 @@ def paired(chosen, tiles):
 
 
 def by_column(chosen, tiles):
-    first = jnp.float32(2.0**-64 if chosen.scaled else 1.0)
+    first = jnp.float32(MIN_SCALE if chosen.scaled else 1.0)
     state = ColumnSoftmax(jnp.float32([NO_MAXIMUM]), jnp.zeros(1), (first,))
     for largest, scale in tiles:
         state = state.follow(
@@ -52,15 +51,14 @@ KERNELS = [
 
 
 @pytest.mark.parametrize(("cls", "format", "follow"), KERNELS)
+@hypothesis.settings(max_examples=100)
 @hypothesis.given(tiles=TILES)
 def test_operands_fit_their_format(cls, format, follow, tiles):
     chosen = config(cls, format)
     # `fp8_ds_mla` compares scales rounded down to powers of two.
     compared = lambda scale: 2.0 ** np.floor(np.log2(scale)) if format == "fp8_ds_mla" else scale
-    scales = [2.0**exponent * times for _, exponent, times in tiles]
-    if not getattr(chosen, "scaled", True):
-        scales = [1.0] * len(tiles)
-    maxima = [largest for largest, *_ in tiles]
+    maxima, exponents = np.cumsum(tiles, axis=0).T
+    scales = np.exp2(exponents) if chosen.scales_per_token else np.ones(len(tiles))
     followed = follow(
         chosen,
         [(m, jnp.float32(compared(scale))) for m, scale in zip(maxima, scales, strict=True)],
