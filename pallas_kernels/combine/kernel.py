@@ -25,7 +25,7 @@ from pallas_kernels.hopper.row_tiles import slot_of
 from pallas_kernels.hopper.softmax import LN2, with_sink
 
 # MEASURED: H200, 128 heads, us at (128, 4096) with two queries, (16, 32768), (1, 131072): 9.9, 7.1,
-# 6.7 as it is, and 1.3 where no sequence was split; entries 22 and 27 of the record in
+# 5.7 as it is, and 1.3 where no sequence was split; entries 22, 27 and 30 of the record in
 # docs/decode_dense.md have what else was tried.
 GROUP = 4
 """Rows that a warpgroup merges together."""
@@ -36,6 +36,7 @@ BATCH_OF_FEW, BATCH_OF_MANY = 2, 8
 COLUMN_PARTS = 4
 """Parts of the columns, of sequences with many pieces."""
 WARPGROUPS = 2
+"""Of a CTA, unless all items have an SM of their own."""
 CTAS_PER_SM = 2
 """At most: no more are launched than there could be something to do for."""
 
@@ -74,13 +75,14 @@ def merge(
     groups = out.shape[1] // GROUP
     items_of_merge = groups * COLUMN_PARTS
     most_items = min(out.shape[0], num_parts) * items_of_merge
-    num_ctas = min(num_sms * CTAS_PER_SM, pl.cdiv(most_items, WARPGROUPS))
-    workers = num_ctas * WARPGROUPS
+    warpgroups = WARPGROUPS if most_items > num_sms else 1
+    num_ctas = min(num_sms * CTAS_PER_SM, pl.cdiv(most_items, warpgroups))
+    workers = num_ctas * warpgroups
 
     def body(*refs):
         names = ("partial", "partial_lse2", "parts", "sink", "out", "lse")
         gmem = SimpleNamespace(**dict(zip(names, refs, strict=True)))
-        first = lax.axis_index("cta") * WARPGROUPS + lax.axis_index("wg")
+        first = lax.axis_index("cta") * warpgroups + lax.axis_index("wg")
 
         def merge_of(item):
             """The item's row in the list of merges, and whether there is one."""
@@ -152,7 +154,7 @@ def merge(
     mesh = plgpu.Mesh(
         grid=(num_ctas,),
         grid_names=("cta",),
-        num_threads=WARPGROUPS,
+        num_threads=warpgroups,
         thread_name="wg",
     )
     kernel: Any = pl.kernel(

@@ -97,14 +97,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_dense.config import Config
-from pallas_kernels.decode_dense.cta import Cta, cut_of
+from pallas_kernels.decode_dense.cta import Cta
 from pallas_kernels.decode_dense.load import convert_wg, load_wg
 from pallas_kernels.hopper.decode import launch
 from pallas_kernels.hopper.inline import store_rows, sync_warps, zero_rows
 from pallas_kernels.hopper.layouts import WGMMA, WGMMA_ROW, across, full
 from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M
 from pallas_kernels.hopper.mma import add_dot, dot, opaque_zero
-from pallas_kernels.hopper.pieces import Piece
+from pallas_kernels.hopper.pieces import Part, Piece
 from pallas_kernels.hopper.softmax import LN2, LOG2E, Softmax, rescale, with_sink
 
 
@@ -190,7 +190,7 @@ def _mma_wg0(cta: Cta) -> None:
         pl.when(piece.tiles > 0)(live)
         return count + piece.tiles
 
-    cta.each_piece(run, jnp.int32(0))
+    cta.part.each_piece(run, jnp.int32(0))
     plgpu.barrier_wait(bar.inverse_free)  # mma_wg1's last release
 
 
@@ -231,7 +231,7 @@ def _mma_wg1(cta: Cta) -> None:
         pl.when(piece.tiles == 0)(empty)
         return count + piece.tiles
 
-    cta.each_piece(run, jnp.int32(0))
+    cta.part.each_piece(run, jnp.int32(0))
 
 
 def _mask(cta: Cta, piece: Piece, tile, s: jax.Array) -> jax.Array:
@@ -320,12 +320,14 @@ def roles(config: Config) -> tuple[Callable[[Cta], None], ...]:
 
 def decode(config: Config, inputs: dict[str, jax.Array], interpret: Any = None):
     """Launch the kernel: `hopper.decode.launch`."""
+    capacity = inputs["block_table"].shape[1] * config.page_size
 
-    def cta(role, gmem, smem, bar, part, row_tile):
-        cut = None if role is convert_wg else cut_of(gmem, part)
+    def cta(role, gmem, smem, bar, index, row_tile):
+        part = Part(gmem.parts, index, gmem.seq_lens, capacity)
+        part = part if role is convert_wg else part.holding_cut()
         if config.converts and not interpret:
             kv_left, raw = smem.kv_left
             smem = SimpleNamespace(**vars(smem) | {"kv_left": kv_left, "raw": raw})
-        return Cta(config, bool(interpret), gmem, smem, bar, part, row_tile, cut)
+        return Cta(config, bool(interpret), gmem, smem, bar, part, row_tile)
 
     return launch(config, inputs, roles(config), cta, name="mla_decode_dense", interpret=interpret)

@@ -20,11 +20,12 @@ from pallas_kernels.hopper.pieces import Piece
 def load_wg(cta: Cta) -> None:
     """Keep the ring of key tiles full, across the sequences; load each one's queries."""
     config, gmem, smem = cta.config, cta.gmem, cta.smem
+    ahead = config.pages_per_tile <= 2  # more do not fit the registers
 
-    def fill(piece: Piece, tile, stage, await_stage, load_queries, state):
+    def fill(piece: Piece, tile, stage, await_stage, load_queries, pages):
         await_stage()
         tokens = _tokens(cta, tile)
-        for i, page in enumerate(_pages(cta, piece, tile)):
+        for i, page in enumerate(pages or _pages(cta, piece, tile)):
             for source, ring in (
                 (gmem.latent.at[page, tokens, config.left], smem.kv_left),
                 (gmem.latent.at[page, tokens, config.right], smem.kv_right),
@@ -32,9 +33,11 @@ def load_wg(cta: Cta) -> None:
             ):
                 _load(cta, source, ring, stage, i)
         load_queries()
-        return state
+        # MEASURED: H200, (128, 4096), 64 heads: 145.7 us, 146.4 with pages looked up when the stage
+        # is free.
+        return tuple(_pages(cta, piece, tile - 1)) if ahead else ()
 
-    _each_tile(cta, lambda piece: None, fill)
+    _each_tile(cta, ahead, fill)
 
 
 def convert_wg(cta: Cta) -> None:
@@ -69,9 +72,8 @@ def convert_wg(cta: Cta) -> None:
         for i, page in enumerate(pages):
             _load(cta, gmem.rope.at[page, _tokens(cta, tile)], smem.k_rope, stage, i)
         load_queries()
-        # Looked up while the raw bytes are on their way. The last tile is followed by itself, for
-        # nothing.
-        upcoming = tuple(_pages(cta, piece, jnp.maximum(tile - 1, piece.begin)))
+        # Looked up while the raw bytes are on their way.
+        upcoming = tuple(_pages(cta, piece, tile - 1))
         live = piece.seq_len - tile * BLOCK_KV
         for part in range(RAW_PARTS):
             plgpu.barrier_wait(bar.raw_full.at[part])
@@ -88,18 +90,19 @@ def convert_wg(cta: Cta) -> None:
         plgpu.barrier_arrive(bar.k_full.at[stage])
         return upcoming
 
-    _each_tile(cta, lambda piece: tuple(_pages(cta, piece, piece.end - 1)), fill)
+    _each_tile(cta, True, fill)
 
 
-def _each_tile(cta: Cta, begin: Callable[..., Any], fill: Callable[..., Any]) -> None:
-    """Fold `fill(piece, tile, stage, await_stage, load_queries, state)` over each piece's tiles,
-    from `begin(piece)` on. It has to call the two functions once each, in that order."""
+def _each_tile(cta: Cta, ahead: bool, fill: Callable[..., Any]) -> None:
+    """Call `fill(piece, tile, stage, await_stage, load_queries, pages)` for each piece's tiles. It
+    has to call the two functions once each, in that order, and give the next tile's `pages`; none,
+    if they are not looked up `ahead`."""
     config, bar = cta.config, cta.bar
 
     def run(piece: Piece, carry):
         count, pieces = carry
 
-        def one(i, state):
+        def one(i, pages):
             stage = cta.stage(count + i)
 
             def await_stage():
@@ -113,15 +116,16 @@ def _each_tile(cta: Cta, begin: Callable[..., Any], fill: Callable[..., Any]) ->
                     pl.when(pieces > 0)(lambda: plgpu.barrier_wait(bar.q_empty))
                     _load_queries(cta, piece.seq)
 
-            return fill(piece, piece.end - 1 - i, stage, await_stage, load_queries, state)
+            return fill(piece, piece.end - 1 - i, stage, await_stage, load_queries, pages)
 
         @pl.when(piece.tiles > 0)
         def _():
-            lax.fori_loop(0, piece.tiles, one, begin(piece))
+            first = tuple(_pages(cta, piece, piece.end - 1)) if ahead else ()
+            lax.fori_loop(0, piece.tiles, one, first)
 
         return count + piece.tiles, pieces + (piece.tiles > 0).astype(jnp.int32)
 
-    count, pieces = cta.each_piece(run, (jnp.int32(0), jnp.int32(0)))
+    count, pieces = cta.part.each_piece(run, (jnp.int32(0), jnp.int32(0)))
 
     # Await the last releases too: no barrier may have a phase pending when the CTA ends.
     pl.when(pieces > 0)(lambda: plgpu.barrier_wait(bar.q_empty))

@@ -142,8 +142,7 @@ def _load_wg(cta: Cta) -> None:
             ):
                 plgpu.copy_gmem_to_smem(source, target, bar.k_full.at[stage])
 
-    def run(seq, count):
-        piece = cta.part.piece(seq)
+    def run(piece, count):
         loads = 2 * lax.div(piece.tiles + 1, jnp.int32(2))
 
         def load(i, _):
@@ -156,7 +155,7 @@ def _load_wg(cta: Cta) -> None:
         lax.fori_loop(0, loads, load, None)
         return count + loads
 
-    count = cta.part.each_sequence(run, jnp.int32(0))
+    count = cta.part.each_piece(run, jnp.int32(0))
     # Await the last releases too: no barrier may have a phase pending when the CTA ends.
     lax.fori_loop(
         jnp.maximum(count - config.num_stages, 0),
@@ -170,7 +169,7 @@ def _math_wg(wg: int, cta: Cta) -> None:
     """Scores and softmax of every other tile, and one half of the output's channels."""
     config, smem, bar = cta.config, cta.smem, cta.bar
     interpret, terms = cta.interpret, config.p_terms
-    half = slice(wg * config.d_half, (wg + 1) * config.d_half)
+    half = config.half(wg)
     half_pairs = slice(half.start // 2, half.stop // 2)
     latent, pairs, _ = cta.views
     accumulator = (config.d_half // 2, config.tile_rows)
@@ -181,8 +180,7 @@ def _math_wg(wg: int, cta: Cta) -> None:
             latent.at[stage, :, half], pairs.at[stage, :, half_pairs], interpret=interpret
         )
 
-    def run(seq, count):
-        piece = cta.part.piece(seq)
+    def run(piece, count):
         last_pair = lax.div(piece.tiles + 1, jnp.int32(2)) - 1
 
         def step(pair, carry, factor):
@@ -237,12 +235,13 @@ def _math_wg(wg: int, cta: Cta) -> None:
             return add(accs, operands(v_own, wg), between=load_other), softmax
 
         def live():
-            factor = _quantise_queries(cta, wg, seq)
+            factor = _quantise_queries(cta, wg, piece.seq)
             accs = (full(accumulator, 0.0, jnp.float32),) * 2
             one, start = functools.partial(step, factor=factor), PairedSoftmax.start(BLOCK_M)
             accs, softmax = lax.fori_loop(0, last_pair + 1, one, (accs, start))
             own, other = (cta.stage(count + 2 * last_pair + i) for i in (wg, 1 - wg))
-            _finish(cta, wg, cta.part.piece(seq), accs, softmax, own)
+            # The piece is read again, rather than kept over the loop.
+            _finish(cta, wg, cta.part.piece(piece.seq), accs, softmax, own)
             plgpu.barrier_arrive(bar.k_empty.at[own])
             plgpu.barrier_arrive(bar.k_empty.at[other])
 
@@ -254,23 +253,22 @@ def _math_wg(wg: int, cta: Cta) -> None:
         lax.cond(piece.tiles > 0, live, empty)
         return count + 2 * (last_pair + 1)
 
-    cta.part.each_sequence(run, jnp.int32(0))
+    cta.part.each_piece(run, jnp.int32(0))
 
 
 def _quantise_queries(cta: Cta, wg: int, seq) -> jax.Array:
     """Each row of queries to e4m3 in shared memory, with one scale for its latent part (in
     `fp8_full` for all of it); what the products are to be multiplied by, row by row."""
     config, gmem, smem, bar = cta.config, cta.gmem, cta.smem, cta.bar
-    half = slice(wg * config.d_half, (wg + 1) * config.d_half)
+    half = config.half(wg)
     rows = pl.ds(cta.first_row, config.tile_rows)
     load = lambda ref: fp8.load_rows(ref, config.tile_rows, interpret=cta.interpret)
-    largest = lambda x: jnp.abs(x.astype(jnp.float32)).max(axis=1)
 
     q = load(gmem.q_latent.at[seq, rows, half])
-    amax = largest(q)
+    amax = queries.largest(q)
     rope = load(gmem.q_rope.at[seq, rows]) if wg == 0 else None
     if rope is not None and config.rope_has_scale:
-        amax = jnp.maximum(amax, largest(rope))
+        amax = jnp.maximum(amax, queries.largest(rope))
     smem.row_max[wg] = amax
     plgpu.barrier_arrive(bar.q_max_ready)
     plgpu.barrier_wait(bar.q_max_ready)
@@ -379,7 +377,7 @@ def _factors(cta: Cta, wg: int) -> jax.Array:
 def _finish(cta: Cta, wg: int, piece: Piece, accs, softmax: PairedSoftmax, stage) -> None:
     """Normalise and store this warpgroup's half of the output."""
     config, smem = cta.config, cta.smem
-    half = slice(wg * config.d_half, (wg + 1) * config.d_half)
+    half = config.half(wg)
     l = softmax.l.sum(axis=1)
     smem.row_sum[wg] = l
     plgpu.barrier_arrive(cta.bar.sum_ready)

@@ -88,11 +88,11 @@ class Config(DecodeConfig):
 
     @property
     def spill_bytes(self) -> int:
-        """Spills the compile gate accepts: where an output of 32 columns leaves widened operands
-        too little room, mostly of sums and of addresses; and where `load_wg` has four pages, a tile
-        ahead, and the addresses of their scales in its 24 registers."""
-        if self.widened and self.row_tile > 24 and self.d_latent == 512:
-            return 448
+        """Spills the compile gate accepts: where an output of 24 or 32 columns leaves widened
+        operands too little room, mostly of sums and of addresses; and where `load_wg` has four
+        pages, a tile ahead, and the addresses of their scales in its 24 registers."""
+        if self.widened and not self.loads_ahead and self.d_latent == 512:
+            return 300
         return 4 if self.scaled and self.pages_per_tile > 2 else 0
 
     @property
@@ -111,9 +111,10 @@ class Config(DecodeConfig):
         """Rows of a CTA, the columns of its accumulators: whole swizzle atoms of 8."""
         return min(TRANSPOSED_ROWS, self.rows)
 
-    def half(self, wg: int) -> slice:
-        """The channels that math warpgroup `wg` stores."""
-        return slice(wg * self.d_half, (wg + 1) * self.d_half)
+    @property
+    def shared_rows(self) -> int:
+        """Rows of the last tile that the one before has too, if they may differ there in bits."""
+        return self.row_tiles * self.row_tile - self.rows if self.widened else 0
 
     @property
     def half_groups(self) -> int:
@@ -121,20 +122,20 @@ class Config(DecodeConfig):
         return max(1, self.scale_groups // 2)
 
     @property
+    def loads_ahead(self) -> bool:
+        """Operands that go through registers are loaded while the tensor cores work on others, for
+        which the output must leave room."""
+        return self.row_tile <= 16
+
+    @property
     def p_groups(self) -> int:
         """Groups whose P are in shared memory together, as far as there is room."""
-        return self.half_groups if self.row_tile > 16 else self.scale_groups
+        return self.scale_groups if self.loads_ahead else self.half_groups
 
     @property
     def groups_at_once(self) -> int:
-        """Groups whose widened operands are in registers together, as far as there is room."""
-        return 1 if self.row_tile > 16 else self.half_groups
-
-    @property
-    def values_ahead(self) -> bool:
-        """Widened values are loaded before P is stored, or while the tensor cores work on the
-        others, as far as there is room."""
-        return self.row_tile <= 16
+        """Groups whose widened operands are in registers together."""
+        return self.half_groups if self.loads_ahead else 1
 
     @property
     def accumulators(self) -> int:
@@ -186,6 +187,8 @@ class Config(DecodeConfig):
         }
         if self.scaled:
             buffers["q_factor"] = plgpu.SMEM((1, self.row_tile), f32)
+            if self.widened:
+                buffers["q_largest"] = plgpu.SMEM((self.scale_groups, self.row_tile), f32)
             scale_row = max(self.page_tokens * self.scales_per_token, SCALE_ROW)
             buffers["k_scale"] = plgpu.SMEM((stages, self.pages_per_tile, scale_row), f32)
         else:

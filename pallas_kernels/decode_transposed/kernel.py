@@ -48,7 +48,8 @@ are in registers.
 
 In 16 bits `load_wg` loads the queries too. For fp8 caches the math warpgroups load them and divide
 each row by a scale (`hopper.queries`), half of the rows each, while the sequence's first keys are
-under way; then they meet.
+under way; then they meet. From `fp8_ds_mla` caches each group of channels has a scale too, for
+which they meet before.
 
 Shared memory (bf16, d_latent 512, d_rope 64, 32 rows, 2 stages):
 
@@ -66,8 +67,8 @@ Shared memory (bf16, d_latent 512, d_rope 64, 32 rows, 2 stages):
     sum                                          224
 
 In e4m3 four stages, k_scale beside them, q_factor (32 f32) and no staging: 190 KiB (fp8_token).
-From fp8_ds_mla the same but 16-bit queries and a P for each 128 channels of a half: 221 KiB; with
-16 rows, where all channels have theirs at once, 203.
+From fp8_ds_mla the same but 16-bit queries, q_largest (4 x 32 f32) and a P for each 128 channels of
+a half: 222 KiB; with 16 rows, where all channels have theirs at once, 204.
 
 Registers per thread: 240 (each math warpgroup: 128 accumulator, 16 S, 8 sums, in e4m3 32 V^T, from
 fp8_ds_mla 16 more of S and 32 of K or V^T), 24 (load_wg).
@@ -75,15 +76,16 @@ fp8_ds_mla 16 more of S and 32 of K or V^T), 24 (load_wg).
 Barriers (arrivals x count per phase; each waiter waits for every phase):
 
     name         guards                                   arrives x count        waits
-    q_ready      q_latent, q_rope, q_factor (fp8)         mma_wg0, mma_wg1 x 1   mma_wg0, mma_wg1
+    q_ready      q_largest; q_latent, q_rope, q_factor    mma_wg0, mma_wg1 x 1   mma_wg0, mma_wg1
     q_full       q_latent, q_rope filled                  TMA x 2                mma_wg0, mma_wg1
     q_empty      the queries may be replaced              mma_wg0, mma_wg1 x 1   load_wg
     k_full       stage filled                             TMA x 2, 3 per page    mma_wg0, mma_wg1
     k_empty      stage may be refilled                    mma_wg0, mma_wg1       load_wg
     merge_ready  m, l, halves; the last m, l read         mma_wg0, mma_wg1 x 1   mma_wg0, mma_wg1
 
-q_ready is there for fp8 caches, q_full and q_empty in 16 bits; with q_ready, who replaces the
-queries has met the other, at merge_ready, which then has read them. Of k_full each waits for that
+q_ready is there for fp8 caches, for fp8_ds_mla with two phases a sequence; q_full and q_empty in 16
+bits. With q_ready, who replaces the queries has met the other, at merge_ready, which then has read
+them. Of k_full each waits for that
 of its own stages. k_empty has one arrival, of whom the stage is, or after a sequence's last tiles
 of the other. m and l have room for two sequences: who writes those of the next but one has met the
 other, which then has read these.
@@ -101,7 +103,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_transposed.config import VIEWS, Config
-from pallas_kernels.decode_transposed.products import In16Bits, InE4m3, Widened
+from pallas_kernels.decode_transposed.products import In16Bits, InE4m3, Widened, by_side
 from pallas_kernels.hopper import columns, fp8
 from pallas_kernels.hopper.decode import launch
 from pallas_kernels.hopper.inline import sync_warps
@@ -128,7 +130,8 @@ class Cta:
 
     @property
     def first_row(self) -> jax.Array:
-        """First row of the tile. Rows that two tiles share are computed twice, alike."""
+        """First row of the tile. Rows that two tiles share are computed twice; alike, or stored
+        once (`shared_rows`)."""
         return first_row(self.row_index, self.config.rows, self.config.row_tile)
 
     @property
@@ -149,7 +152,7 @@ class Cta:
             return self.smem
         return SimpleNamespace(**dict(zip(VIEWS, self.smem.kv_latent, strict=False)))
 
-    def products(self, wg: int) -> In16Bits | InE4m3 | Widened:
+    def products(self, wg: int | jax.Array) -> In16Bits | InE4m3 | Widened:
         """The math of warpgroup `wg`."""
         make = Widened if self.config.widened else InE4m3 if self.config.in_e4m3 else In16Bits
         of_cta = self.gmem, self.smem, self.bar, self.views, self.rows
@@ -168,7 +171,7 @@ class Share:
     tiles: jax.Array
 
     @staticmethod
-    def of(wg: int, count: jax.Array, piece: Piece) -> "Share":
+    def of(wg: int | jax.Array, count: jax.Array, piece: Piece) -> "Share":
         """That of math warpgroup `wg` when `count` tiles have been before the piece's."""
         first = lax.rem(count + wg, jnp.int32(2))
         return Share(first, lax.div(piece.tiles - first + 1, jnp.int32(2)))
@@ -208,9 +211,8 @@ def _load_wg(cta: Cta) -> None:
             for source, target in copies:
                 plgpu.copy_gmem_to_smem(source, target, bar.k_full.at[stage])
 
-    def run(seq, carry):
+    def run(piece, carry):
         count, pieces = carry
-        piece = cta.part.piece(seq)
         pages_of = lambda tile: tuple(piece.pages(gmem.block_table, tile, config.page_size))
 
         def load(i, pages_of_tile):
@@ -222,9 +224,8 @@ def _load_wg(cta: Cta) -> None:
             if not config.scaled:
                 pl.when(i == 0)(lambda: load_q(piece.seq, pieces))
             # MEASURED: H200, (16, 65536), 16 heads: 268 us in bf16, 142 in fp8_full; 270 and 145
-            # with pages looked up when the stage is free. The last tile is followed by itself, for
-            # nothing.
-            return pages_of(jnp.maximum(tile - 1, piece.begin))
+            # with pages looked up when the stage is free.
+            return pages_of(tile - 1)
 
         @pl.when(piece.tiles > 0)
         def _():
@@ -232,7 +233,7 @@ def _load_wg(cta: Cta) -> None:
 
         return count + piece.tiles, pieces + (piece.tiles > 0).astype(jnp.int32)
 
-    count, pieces = cta.part.each_sequence(run, (jnp.int32(0), jnp.int32(0)))
+    count, pieces = cta.part.each_piece(run, (jnp.int32(0), jnp.int32(0)))
 
     # Await the last releases too: no barrier may have a phase pending when the CTA ends.
     if not config.scaled:
@@ -245,33 +246,36 @@ def _load_wg(cta: Cta) -> None:
     )
 
 
-def _math_wg(wg: int, cta: Cta) -> None:
-    """Every other key tile, from scores to output; at a sequence's end one half of the output."""
+def _math_wg(cta: Cta) -> None:
+    """Every other key tile, from scores to output; at a sequence's end one half of the output.
+
+    Both math warpgroups run the same loop over the tiles, and differ in data only.
+    """
     config, smem, bar = cta.config, cta.smem, cta.bar
+    wg = lax.axis_index("wg")
     interpret, products = cta.interpret, cta.products(wg)
     own_rows = functools.partial(columns.own_rows, interpret=interpret)
     over_rows = functools.partial(columns.over_rows, interpret=interpret)
 
-    def run(seq, carry):
+    def run(piece, carry):
         count, pieces = carry
-        piece = cta.part.piece(seq)
         share = Share.of(wg, count, piece)
 
-        def step(i, carry, factor):
+        def step(i, carry, of_queries):
             halves, softmax = carry
             index = share.index(i)
             stage, tile = cta.stage(count + index), piece.end - 1 - index
             live, last = piece.seq_len - tile * BLOCK_KV, i == share.tiles - 1
             plgpu.barrier_wait(bar.k_full.at[stage])
             zero = jnp.int32(0) if interpret else opaque_zero(piece.seq_len + index)
-            s = products.scores(stage, zero)
+            s = products.scores(stage, zero, of_queries)
             products.release_queries(last)
             s = _mask(cta, live, s)
             # Another warp's wgmma may still read these as keys, whose scores are masked.
             pl.when(live < BLOCK_KV)(lambda: products.zero_dead_tokens(stage, live))
             scale_maxima = products.largest_scales(stage, live)
             largest = over_rows(own_rows(s, largest=True), smem.scratch.at[wg], largest=True)
-            before = softmax
+            before, factor = softmax, of_queries.factor
             softmax = before.follow(
                 largest * factor, scale_maxima, config.slack, config.headroom, config.scale_slack
             )
@@ -286,25 +290,29 @@ def _math_wg(wg: int, cta: Cta) -> None:
             halves = products.add_values(stage, zero, halves, p, softmax.scales, live, release)
             return halves, softmax._replace(l=l + own_rows(p, largest=False))
 
-        def live():
-            factor = products.await_queries(seq)
-            one = lambda i, carry: step(i, carry, factor)
+        def attend():
+            of_queries = products.await_queries(piece.seq)
+            one = functools.partial(step, of_queries=of_queries)
             state = ColumnSoftmax.start(config.row_tile, config.scale_groups, scaled=config.scaled)
             halves, softmax = lax.fori_loop(0, share.tiles, one, (products.zeros(), state))
             products.release_queries(share.tiles == 0)
             # Else addresses would be kept over the loop.
-            again = seq if interpret else seq + opaque_zero(pieces)
-            _finish(cta, wg, count, pieces, cta.part.piece(again), halves, softmax)
+            again = piece.seq if interpret else piece.seq + opaque_zero(pieces)
 
-        def empty():
-            _store(cta, wg, piece, products.zeros()[wg])
-            if wg == 0:
+            def finish(side):
+                _finish(cta, side, count, pieces, cta.part.piece(again), halves, softmax)
+
+            by_side(finish)
+
+        def zeros(side):
+            _store(cta, side, piece, products.zeros()[side])
+            if side == 0:
                 _store_lse(cta, piece, full_columns(config.row_tile, -jnp.inf))
 
-        lax.cond(piece.tiles > 0, live, empty)
+        lax.cond(piece.tiles > 0, attend, lambda: by_side(zeros))
         return count + piece.tiles, pieces + (piece.tiles > 0).astype(jnp.int32)
 
-    cta.part.each_sequence(run, (jnp.int32(0), jnp.int32(0)))
+    cta.part.each_piece(run, (jnp.int32(0), jnp.int32(0)))
 
 
 def _mask(cta: Cta, live, s: jax.Array) -> jax.Array:
@@ -413,8 +421,17 @@ def _store(cta: Cta, wg: int, piece: Piece, half: Any) -> None:
     final = gmem.out.at[piece.seq, cta.rows, channels]
     partial = gmem.partial.at[piece.slot, cta.padded_rows, channels]
 
+    shared = cta.config.shared_rows
+    is_last = cta.row_index == cta.config.row_tiles - 1
+
     def to_output(store):
-        pl.when(piece.whole)(lambda: store(final))
+        @pl.when(piece.whole)
+        def _():
+            if shared:
+                lax.cond(is_last, lambda: store(final, shared), lambda: store(final))
+            else:
+                store(final)
+
         pl.when(jnp.logical_not(piece.whole))(lambda: store(partial))
 
     cta.products(wg).store(half, to_output)
@@ -433,7 +450,7 @@ def _store_lse(cta: Cta, piece: Piece, lse2: jax.Array) -> None:
         store(cta.gmem.partial_lse2.at[piece.slot, cta.padded_rows], lse2)
 
 
-ROLES = (functools.partial(_math_wg, 0), functools.partial(_math_wg, 1), _load_wg)
+ROLES = (_math_wg, _math_wg, _load_wg)
 
 
 def decode(config: Config, inputs: dict[str, jax.Array], interpret: Any = None):

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.decode_transposed.config import Config
-from pallas_kernels.formats import SCALE_TILE
 from pallas_kernels.hopper import columns, fp8, queries, widen
 from pallas_kernels.hopper.inline import sync_warps, zero_rows
 from pallas_kernels.hopper.layouts import WGMMA_ROW, across, full, tiled
@@ -34,8 +33,27 @@ from pallas_kernels.hopper.softmax import LOG2E
 Half = tuple[jax.Array, ...]
 """The accumulators of half an output's channels."""
 
-ToOutput = Callable[[Callable[[Any], None]], None]
-"""Calls its argument with the place where half an output goes."""
+
+class OfQueries(NamedTuple):
+    """What the scores of a sequence's queries are to be multiplied by."""
+
+    factor: jax.Array | float
+    """Those of each column."""
+    of_groups: tuple[jax.Array, ...] = ()
+    """Those of each group of channels, of all columns, by which its products are multiplied before
+    they are added up."""
+
+
+ToOutput = Callable[[Callable[..., None]], None]
+"""Calls its argument with the place where half an output goes; and, for formats whose queries go
+through registers, with the first row of it that is to be stored, if that is not 0."""
+
+
+def by_side[Result](function: Callable[[int], Result]) -> Result:
+    """`function` of 0 in math warpgroup 0, of 1 in the other: where they differ in more than data,
+    outside the loop whose code they share."""
+    left, right = (functools.partial(function, side) for side in range(2))
+    return lax.cond(lax.axis_index("wg") == 0, left, right)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +61,7 @@ class Products:
     """Of one math warpgroup."""
 
     config: Config
-    wg: int
+    wg: int | jax.Array
     interpret: bool
     gmem: SimpleNamespace
     smem: SimpleNamespace
@@ -60,11 +78,11 @@ class Products:
         half = (full(shape, 0.0, jnp.float32),) * config.accumulators
         return half, half
 
-    def await_queries(self, seq) -> jax.Array | float:
-        """Wait until TMA has brought them; what their scores are to be multiplied by."""
+    def await_queries(self, seq) -> OfQueries:
+        """Wait until TMA has brought them."""
         del seq
         plgpu.barrier_wait(self.bar.q_full)
-        return 1.0 if self.config.scale is None else self.config.scale * LOG2E
+        return OfQueries(1.0 if self.config.scale is None else self.config.scale * LOG2E)
 
     def release_queries(self, last) -> None:
         """If these scores are the last, the next queries may be loaded."""
@@ -84,8 +102,9 @@ class Products:
 class In16Bits(Products):
     """bf16 and f16 caches."""
 
-    def scores(self, stage, zero) -> jax.Array:
-        """S^T, less the factor that `await_queries` gives."""
+    def scores(self, stage, zero, of_queries) -> jax.Array:
+        """S^T, less the factor of the queries."""
+        del of_queries
         (s,) = self._products(stage, zero, (("latent", "rope"),))
         # A factor that is known at run time only may not be positive.
         return s if self.config.scale is not None else s * (self.gmem.run_scale[0] * LOG2E)
@@ -106,7 +125,7 @@ class In16Bits(Products):
         self.smem.p.at[wg].T[...] = p.astype(jnp.dtype(config.dtype))
         plgpu.commit_smem()
         accs = tuple(acc for (acc,) in halves)
-        values = (self.views.latent.at[stage, :, config.half(half)].T for half in range(2))
+        values = (self.views.latent.at[stage, :, config.half(side)].T for side in range(2))
         p_t = self.smem.p.at[wg + zero].T
         left, right = add_dots(accs, [[(v_t, p_t)] for v_t in values], interpret=self.interpret)
         release()
@@ -130,38 +149,48 @@ class In16Bits(Products):
 class ThroughRegisters(Products):
     """Latents in e4m3: the even and the odd channels have accumulators of their own."""
 
-    def await_queries(self, seq) -> jax.Array | float:
-        """Quantise this warpgroup's rows, wait for the other's; what the scores of each are to be
-        multiplied by."""
+    def await_queries(self, seq) -> OfQueries:
+        """Quantise this warpgroup's rows, wait for the other's."""
+        return by_side(functools.partial(self._quantise_queries, seq))
+
+    def _quantise_queries(self, seq, side: int) -> OfQueries:
         config, gmem, smem, interpret = self.config, self.gmem, self.smem, self.interpret
         run_scale = gmem.run_scale[0] if config.scale is None else None
         sign, size = queries.sign_and_size(config.scale, run_scale)
-        dtypes = jnp.dtype(config.operand_dtype), jnp.dtype(config.rope_dtype)
-        own = range(self.wg * queries.ROWS, config.row_tile, 2 * queries.ROWS)
+        groups = [self._channels(i) for i in range(config.scale_groups)]
         # All are on their way before the first is waited for.
         loaded = []
-        for first in own:
+        for first in range(side * queries.ROWS, config.row_tile, 2 * queries.ROWS):
             rows = pl.ds(self.rows.start + first, queries.ROWS)
-            sources = gmem.q_latent.at[seq, rows], gmem.q_rope.at[seq, rows]
-            loaded.append([queries.load(source, interpret=interpret) for source in sources])
-        for first, (latent, rope) in zip(own, loaded, strict=True):
-            rows = pl.ds(first, queries.ROWS)
-            latent, rope, scale = queries.quantise(latent, rope, sign, *dtypes)
+            sources = [gmem.q_latent.at[seq, rows, channels] for channels in groups]
+            sources.append(gmem.q_rope.at[seq, rows])
+            values = [queries.load(source, interpret=interpret) for source in sources]
+            loaded.append((pl.ds(first, queries.ROWS), values))
+        quantised, of_groups = self._quantised(loaded, sign)
+        for (rows, _), (latents, rope, scale) in zip(loaded, quantised, strict=True):
             store = functools.partial(queries.store, interpret=interpret)
-            for buffer, values, order_of_keys in (
-                (smem.q_latent, latent, config.widened),
-                (smem.q_rope, rope, False),
-            ):
-                transforms = tiled(buffer.shape[2], values.dtype.itemsize)
-                place = buffer.at[0, rows]
-                store(place, values, transforms, order_of_keys=order_of_keys)
+            for channels, latent in zip(groups, latents, strict=True):
+                transforms = tiled(config.d_latent, latent.dtype.itemsize)
+                place = smem.q_latent.at[0, rows, channels]
+                store(place, latent, transforms, order_of_keys=config.widened)
+            store(smem.q_rope.at[0, rows], rope, tiled(config.d_rope, rope.dtype.itemsize))
             factor = queries.score_factor(scale, size)
             queries.store_values(smem.q_factor.at[0, rows], factor, interpret=interpret)
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.bar.q_ready)
         plgpu.barrier_wait(self.bar.q_ready)
         (factor,) = fp8.load_columns(smem.q_factor, config.row_tile, interpret=interpret)
-        return factor
+        return OfQueries(factor, of_groups)
+
+    def _channels(self, group: int) -> slice:
+        """Those that share a scale."""
+        size = self.config.d_latent // self.config.scale_groups
+        return slice(group * size, (group + 1) * size)
+
+    def _quantised(self, loaded, sign):
+        """Of each `queries.ROWS` rows, `(place, [*groups of channels, rope part])`, what the
+        products take: groups, rope part, scale; and `OfQueries.of_groups`."""
+        raise NotImplementedError
 
     def release_queries(self, last) -> None:
         """Nothing: the next ones replace them after the meeting at the sequence's end."""
@@ -193,10 +222,11 @@ class ThroughRegisters(Products):
         half = tuple(acc.astype(jnp.dtype(self.config.dtype)) for acc in half)
         size = self.config.d_half // self.config.half_groups
 
-        def store_groups(ref):
+        def store_groups(ref, first=0):
+            own = [acc[:, first:] if first else acc for acc in half]
             for i in range(self.config.half_groups):
-                of_group = ref.at[:, i * size : (i + 1) * size]
-                fp8.store_transposed(of_group, *half[2 * i : 2 * i + 2], interpret=self.interpret)
+                of_group = ref.at[first:, i * size : (i + 1) * size]
+                fp8.store_transposed(of_group, *own[2 * i : 2 * i + 2], interpret=self.interpret)
 
         to_output(store_groups)
 
@@ -204,8 +234,14 @@ class ThroughRegisters(Products):
 class InE4m3(ThroughRegisters):
     """`fp8_token` and `fp8_full` caches."""
 
-    def scores(self, stage, zero) -> jax.Array:
-        """S^T, less the factor that `await_queries` gives."""
+    def _quantised(self, loaded, sign):
+        dtype = jnp.dtype(self.config.rope_dtype)
+        of_rows = (queries.quantise(latent, rope, sign, dtype) for _, (latent, rope) in loaded)
+        return [([latent], rope, scale) for latent, rope, scale in of_rows], ()
+
+    def scores(self, stage, zero, of_queries) -> jax.Array:
+        """S^T, less the factor of the queries."""
+        del of_queries
         apart = self.config.scales_per_token > 1
         groups = (("latent",), ("rope",)) if apart else (("latent", "rope"),)
         products = self._products(stage, zero, groups)
@@ -239,8 +275,8 @@ class InE4m3(ThroughRegisters):
         plgpu.commit_smem()
         p_t = smem.p.at[self.wg + zero].T
         done = []
-        for wg, half in enumerate(halves):
-            channels = config.half(wg)
+        for side, half in enumerate(halves):
+            channels = config.half(side)
             pairs = slice(channels.start // 2, channels.stop // 2)
             values = fp8.load_transposed(
                 self.views.latent.at[stage, :, channels],
@@ -261,29 +297,46 @@ class InE4m3(ThroughRegisters):
 class Widened(ThroughRegisters):
     """`fp8_ds_mla` caches."""
 
-    def _group(self, stage, group: int) -> Any:
-        """The channels of a tile that share a scale."""
-        return self.views.latent.at[stage, :, group * SCALE_TILE : (group + 1) * SCALE_TILE]
+    def _quantised(self, loaded, sign):
+        largest = self.smem.q_largest
+        for rows, (*latents, _) in loaded:
+            for group, latent in enumerate(latents):
+                place = largest.at[group, rows]
+                queries.store_values(place, queries.largest(latent), interpret=self.interpret)
+        plgpu.barrier_arrive(self.bar.q_ready)
+        plgpu.barrier_wait(self.bar.q_ready)
+        scales = queries.scales_of_groups(largest, interpret=self.interpret)
+        of_rows = (
+            queries.to_float16(latents, rope, sign, scales) for _, (*latents, rope) in loaded
+        )
+        return list(of_rows), scales
 
-    def scores(self, stage, zero) -> jax.Array:
-        """S^T, less the factor that `await_queries` gives."""
+    def _latent(self, stage, group: int) -> Any:
+        """The channels of a tile that share a scale."""
+        return self.views.latent.at[stage, :, self._channels(group)]
+
+    def scores(self, stage, zero, of_queries) -> jax.Array:
+        """S^T, less the factor of the queries."""
         config, smem, interpret = self.config, self.smem, self.interpret
         shape = (BLOCK_KV, config.row_tile)
         rope = [(smem.k_rope.at[stage], smem.q_rope.at[zero].T)]
+
+        def operands(group):
+            keys = widen.load_keys(self._latent(stage, group), interpret=interpret)
+            return [(keys, smem.q_latent.at[zero, :, self._channels(group)].T)]
+
         s: Any = None
         for first in range(0, config.scale_groups, config.groups_at_once):
             groups = range(first, first + config.groups_at_once)
-            keys = [widen.load_keys(self._group(stage, g), interpret=interpret) for g in groups]
-            channels = (slice(g * SCALE_TILE, (g + 1) * SCALE_TILE) for g in groups)
-            q_t = (smem.q_latent.at[zero, :, of_group].T for of_group in channels)
-            operands = [[pair] for pair in zip(keys, q_t, strict=True)]
             # Those with keys in registers first (C7513).
-            products = dots(operands + [rope] * (first == 0), shape, interpret=interpret)
+            pairs = [operands(group) for group in groups] + [rope] * (first == 0)
+            products = dots(pairs, shape, interpret=interpret)
             s = products[-1] if first == 0 else s
             # Not before: each of their loads brings all groups', and they would take registers.
             token_scales = self._token_scales(stage)
             for group, product in zip(groups, products, strict=False):
-                s += product * across(token_scales[group], config.row_tile)
+                factor = token_scales[group] * of_queries.of_groups[group]
+                s += product * across(factor, config.row_tile)
         return s
 
     def largest_scales(self, stage, live) -> tuple[jax.Array, ...]:
@@ -304,11 +357,11 @@ class Widened(ThroughRegisters):
         accs = [*halves[0], *halves[1]]
 
         at_once = config.groups_at_once
-        span = 2 * at_once if config.values_ahead else at_once
+        span = 2 * at_once if config.loads_ahead else at_once
 
         def load(first):
             groups = range(first, first + at_once)
-            return [widen.load_values(self._group(stage, g), interpret=interpret) for g in groups]
+            return [widen.load_values(self._latent(stage, g), interpret=interpret) for g in groups]
 
         def operands(first, values):
             of_groups = zip(range(first, first + at_once), values, strict=True)
@@ -321,7 +374,7 @@ class Widened(ThroughRegisters):
 
         for first in range(0, config.scale_groups, config.p_groups):
             # Then P's way to shared memory hides theirs.
-            values = load(first) if config.values_ahead else None
+            values = load(first) if config.loads_ahead else None
             if first:
                 sync_warps(interpret=interpret)  # the products of all of them have read P
             token_scales = self._live_scales(stage, live)
@@ -338,7 +391,7 @@ class Widened(ThroughRegisters):
                     tuple(accs[those]),
                     operands(at, values or load(at)),
                     interpret=interpret,
-                    between=later if config.values_ahead else None,
+                    between=later if config.loads_ahead else None,
                     after_issue=release_stage if at + span == config.scale_groups else None,
                 )
         return tuple(accs[: config.accumulators]), tuple(accs[config.accumulators :])
@@ -348,7 +401,7 @@ class Widened(ThroughRegisters):
         count = self.config.half_groups
         of_group = [scale * (1 / self.config.p_max) for scale in scales]
         left, right = (
-            tuple(acc * of_group[wg * count + i // 2] for i, acc in enumerate(half))
-            for wg, half in enumerate(halves)
+            tuple(acc * of_group[side * count + i // 2] for i, acc in enumerate(half))
+            for side, half in enumerate(halves)
         )
         return left, right

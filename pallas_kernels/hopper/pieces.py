@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper.limits import BLOCK_KV
+from pallas_kernels.hopper.plan import END_SEQ, END_TILE, SEQ, TILE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,34 +31,45 @@ class Piece:
         return self.end - self.begin
 
     def pages(self, block_table: Any, tile: jax.Array, page_size: int) -> Iterator[jax.Array]:
-        """The pages that key tile `tile` is loaded from, one if that holds all of it; each is
-        looked up when it is asked for.
+        """The pages that key tile `tile` is loaded from, one if that holds all of it; before the
+        piece's first tile those of that one. Each is looked up when it is asked for.
 
         A page behind the sequence's end is replaced by its last one: entries there may be anything.
         """
+        first_token = jnp.maximum(tile, self.begin) * BLOCK_KV
         last_page = lax.div(self.seq_len - 1, jnp.int32(page_size))
         for token in range(0, BLOCK_KV, page_size):
-            page = lax.div(tile * BLOCK_KV + token, jnp.int32(page_size))
+            page = lax.div(first_token + token, jnp.int32(page_size))
             yield block_table[self.seq, jnp.minimum(page, last_page)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Row `index` of the plan's parts array.
-
-    The cut is read whenever it is asked for: a few loads that hit the nearest cache, and nothing
-    that a loop over key tiles has to keep in registers.
-    """
+    """Row `index` of the plan's parts array."""
 
     parts: Any
     index: jax.Array
     seq_lens: Any
     capacity: int
     """Tokens that the block table has a place for."""
+    held_cut: tuple[jax.Array, ...] | None = None
+    """`cut`, if there are registers for it. Else it is read whenever it is asked for: a few loads
+    that hit the nearest cache, and nothing that a loop over key tiles has to keep."""
+
+    @property
+    def cut(self) -> tuple[jax.Array, ...]:
+        """Where it begins and ends: `(seq, tile, end_seq, end_tile)`."""
+        if self.held_cut is not None:
+            return self.held_cut
+        return tuple(self.parts[self.index, column] for column in (SEQ, TILE, END_SEQ, END_TILE))
+
+    def holding_cut(self) -> "Part":
+        """The same, with `held_cut`."""
+        return dataclasses.replace(self, held_cut=self.cut)
 
     def piece(self, seq: jax.Array) -> Piece:
         """The part's share of sequence `seq`."""
-        first_seq, first_tile, end_seq, end_tile = (self.parts[self.index, i] for i in range(4))
+        first_seq, first_tile, end_seq, end_tile = self.cut
         # Tokens that the block table has no place for do not exist; the plan may count them.
         seq_len = jnp.clip(self.seq_lens[seq], 0, self.capacity)
         tiles = lax.div(seq_len + (BLOCK_KV - 1), jnp.int32(BLOCK_KV))
@@ -67,12 +79,16 @@ class Part:
         slot = 2 * self.index + (seq != first_seq).astype(jnp.int32)
         return Piece(seq, seq_len, jnp.minimum(begin, end), end, whole, slot)
 
-    def each_sequence(self, run: Callable[..., Any], init: Any) -> Any:
-        """Fold `run(seq, carry)` over the part's sequences, the empty ones included."""
+    def each_piece(self, run: Callable[..., Any], init: Any) -> Any:
+        """Fold `run(piece, carry)` over the part's sequences, the empty ones included."""
 
         def more(state):
-            end_seq, end_tile = self.parts[self.index, 2], self.parts[self.index, 3]
+            _, _, end_seq, end_tile = self.cut
             return state[0] < jnp.where(end_tile > 0, end_seq + 1, end_seq)
 
-        step = lambda state: (state[0] + 1, run(*state))
-        return lax.while_loop(more, step, (self.parts[self.index, 0], init))[1]
+        def step(state):
+            seq, carry = state
+            return seq + 1, run(self.piece(seq), carry)
+
+        first_seq, *_ = self.cut
+        return lax.while_loop(more, step, (first_seq, init))[1]

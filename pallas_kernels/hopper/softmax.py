@@ -133,7 +133,7 @@ class ColumnSoftmax(NamedTuple):
         the caller has to apply `factors_since`."""
         m = jnp.where(maximum > self.m + slack, maximum + headroom, self.m)
         scales = [
-            jnp.where(largest > before * scale_slack, jnp.maximum(largest, MIN_SCALE), before)
+            jnp.where(largest > before * scale_slack, largest, before)
             for before, largest in zip(self.scales, scale_maxima, strict=True)
         ]
         return self._replace(m=m, scales=tuple(scales))

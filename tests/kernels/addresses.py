@@ -10,7 +10,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func
 
 I32, UNKNOWN = "i32", object()
-WARP, LANE = np.divmod(np.arange(128), 32)
+THREAD = np.arange(128)
+WARP, LANE = np.divmod(THREAD, 32)
 
 
 def element(name):
@@ -39,10 +40,24 @@ def array(layout, shape, dtype, vector, known=()):
 class Built:
     """A device function's loads and stores, its addresses those of all 128 threads.
 
-    `function` calls that of `module`, which knows its thread by the name `warp_and_lane`.
+    `function` calls that of `module`, which knows its thread by the name `warp_and_lane`, or asks
+    for it as one of CTA `block` and its `warpgroup`. Loads of a word give what is in `memory`, if
+    that is told.
     """
 
-    def __init__(self, monkeypatch, function, arguments, module, warp_and_lane="warp_and_lane"):
+    def __init__(
+        self,
+        monkeypatch,
+        function,
+        arguments,
+        module,
+        warp_and_lane="warp_and_lane",
+        block=0,
+        warpgroup=0,
+        memory=None,
+    ):
+        self.memory = memory
+        self.numbers = {"thread_id": THREAD + 128 * warpgroup, "block_id": block + 0 * THREAD}
         captured = []
         fake = lambda **_: lambda f: lambda *_: captured.append(f)
         monkeypatch.setattr(module, "inline_mgpu", fake)
@@ -95,7 +110,7 @@ class Built:
         for argument, value in zip(arguments, values, strict=True):
             if not isinstance(argument, tuple) and argument.known:
                 self.values |= zip(value.registers.flat, argument.known, strict=True)
-        self.arguments, self.stores, self.loads = values, [], {}
+        self.arguments, self.stores, self.loads, self.statements = values, [], {}, []
         self._run(block, np.ones(128, bool))
 
     def _run(self, block, active):
@@ -111,6 +126,8 @@ class Built:
                 "arith.xori": np.bitwise_xor,
                 "arith.shrui": np.right_shift,
                 "arith.minui": np.minimum,
+                "arith.maxui": np.maximum,
+                "arith.maxsi": np.maximum,
             }
             if op.name == "arith.constant" and str(op.results[0].type) == I32:
                 value = ir.IntegerAttr(op.attributes["value"]).value
@@ -118,8 +135,13 @@ class Built:
             elif op.name in binary:
                 if get(0) is not UNKNOWN and get(1) is not UNKNOWN:
                     self.values[op.results[0]] = binary[op.name](get(0), get(1))
-            elif op.name == "arith.cmpi":
-                compare = {0: np.equal, 5: np.greater_equal, 4: np.greater}
+            elif op.name in ("gpu.thread_id", "gpu.block_id"):
+                self.values[op.results[0]] = self.numbers[op.name.removeprefix("gpu.")]
+            elif op.name == "arith.index_cast":
+                self.values[op.results[0]] = get(0)
+            elif op.name == "arith.cmpi" and get(0) is not UNKNOWN:
+                compare = {0: np.equal, 2: np.less, 3: np.less_equal, 4: np.greater}
+                compare |= {5: np.greater_equal, 6: np.less}
                 predicate = ir.IntegerAttr(op.attributes["predicate"]).value
                 self.values[op.results[0]] = compare[predicate](get(0), get(1))
             elif op.name == "arith.select" and get(0) is not UNKNOWN and get(1) is not UNKNOWN:
@@ -134,8 +156,13 @@ class Built:
                 self.values[op.results[0]] = get(0) + offset * (mgpu_utils.bitwidth(kind) // 8)
             elif op.name == "llvm.load":
                 self.loads[op.results[0]] = get(0), size(op.results[0].type)
+                if self.memory is not None and str(op.results[0].type) == I32:
+                    self.values[op.results[0]] = self.memory[get(0) // 4]
             elif op.name == "nvvm.ldmatrix":
                 self.loads[op.results[0]] = get(0), 16
+            elif op.name == "llvm.inline_asm" and len(op.operands):
+                text = ir.StringAttr(op.attributes["asm_string"]).value
+                self.statements.append((text, get(0), active))
             elif op.name == "llvm.store":
                 self.stores.append((op.operands[0], get(1), active))
             elif op.name == "scf.if":

@@ -159,17 +159,29 @@ def test_tokens_of_very_different_scale(format):
     check(dataclasses.replace(case, cache=dataclasses.replace(case.cache, scale=scale)))
 
 
-@pytest.mark.parametrize("exponents", [(-12, 12, 7, 8), (12, -12, 0, -11)])
+@pytest.mark.parametrize("exponents", [(-20, 20, 7, 8), (20, -20, 0, -13)])
 @pytest.mark.parametrize("h_q", [16, 32])
 def test_groups_of_channels_of_very_different_scale(h_q, exponents):
-    """Queries and values are float16 on the way: values each group in a range of its own, queries
-    of a row in one."""
+    """Queries and values are float16 on the way: each group in a range of its own."""
     case = decode_case(LENS["many"], h_q, format="fp8_ds_mla")
     expected_out, expected_lse = oracle.decode(*case.args, scale=inputs.SCALE)
     out, lse = compiled()(*inputs.with_scales_of(case, exponents).args)
     out = np.asarray(out, np.float32) / np.repeat(np.exp2(np.array(exponents, np.float32)), 128)
     tolerances.check("out", out, expected_out, tolerances.OUT["bfloat16"])
     tolerances.check("lse", lse, expected_lse, tolerances.LSE)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_query_that_is_not_finite_spoils_no_other(value, format):
+    case = decode_case(LENS["split"], h_q=16, format=format)
+    spoiled = case.q_latent.at[:, :, 3, 5].set(value)
+    args = (spoiled, *case.args[1:])
+    others = np.arange(16) != 3
+    out, lse = compiled()(*args)
+    expected_out, expected_lse = compiled()(*case.args)
+    assert_bitwise_equal(out[:, :, others], expected_out[:, :, others])
+    assert_bitwise_equal(lse[:, others], expected_lse[:, others])
 
 
 @pytest.mark.parametrize("h_q", [16, 32])

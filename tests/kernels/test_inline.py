@@ -1,0 +1,35 @@
+"""Where the device functions of `hopper.inline` that no other test sees read."""
+
+import types
+
+import numpy as np
+import pytest
+from jax._src.interpreters import mlir
+from jaxlib.mlir import ir
+
+from pallas_kernels.hopper import inline
+from tests.kernels import addresses
+
+SHAPES = (128,), (200, 30)
+
+
+@pytest.fixture(autouse=True)
+def context():
+    with mlir.make_ir_context(), ir.Location.unknown():
+        yield
+
+
+def test_keep_in_l2(monkeypatch):
+    """Every line of every array is asked for once, by the CTAs together, and nothing behind it."""
+    refs = [types.SimpleNamespace(shape=shape) for shape in SHAPES]
+    arguments = [(shape, "i32", [*shape[1:], 1]) for shape in SHAPES]
+    call = lambda: inline.keep_in_l2(refs, interpret=False)
+    asked = [[] for _ in SHAPES]
+    for block, warpgroup in np.ndindex(2, 2):
+        place = {"block": block, "warpgroup": warpgroup}
+        built = addresses.Built(monkeypatch, call, arguments, inline, **place)
+        for lines, (text, address, active) in zip(asked, built.statements, strict=True):
+            assert text.startswith("prefetch.global.L2")
+            lines.extend(address[active])
+    for lines, shape in zip(asked, SHAPES, strict=True):
+        np.testing.assert_array_equal(np.sort(lines), np.arange(0, 4 * np.prod(shape), 128))
