@@ -92,7 +92,7 @@ class Config(DecodeConfig):
         operands too little room, mostly of sums and of addresses; and where `load_wg` has four
         pages, a tile ahead, and the addresses of their scales in its 24 registers."""
         if self.widened and not self.loads_ahead and self.d_latent == 512:
-            return 300
+            return 400
         return 4 if self.scaled and self.pages_per_tile > 2 else 0
 
     @property

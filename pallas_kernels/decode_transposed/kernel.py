@@ -268,17 +268,21 @@ def _math_wg(cta: Cta) -> None:
             live, last = piece.seq_len - tile * BLOCK_KV, i == share.tiles - 1
             plgpu.barrier_wait(bar.k_full.at[stage])
             zero = jnp.int32(0) if interpret else opaque_zero(piece.seq_len + index)
-            s = products.scores(stage, zero, of_queries)
+            before, factor = softmax, of_queries.factor
+
+            def follow_scales():
+                maxima = products.largest_scales(stage, live)
+                softmax = before.follow_scales(maxima, config.scale_slack)
+                factors = products.value_factors(stage, live, softmax.scales)
+                return softmax, factors
+
+            s, (softmax, factors) = products.scores(stage, zero, of_queries, follow_scales)
             products.release_queries(last)
             s = _mask(cta, live, s)
             # Another warp's wgmma may still read these as keys, whose scores are masked.
             pl.when(live < BLOCK_KV)(lambda: products.zero_dead_tokens(stage, live))
-            scale_maxima = products.largest_scales(stage, live)
             largest = over_rows(own_rows(s, largest=True), smem.scratch.at[wg], largest=True)
-            before, factor = softmax, of_queries.factor
-            softmax = before.follow(
-                largest * factor, scale_maxima, config.slack, config.headroom, config.scale_slack
-            )
+            softmax = softmax.follow_scores(largest * factor, config.slack, config.headroom)
             scaled = s * (factor if isinstance(factor, float) else down(factor, BLOCK_KV))
             p = jnp.exp2(scaled - down(softmax.m, BLOCK_KV))
             halves, l = _rescale(before, softmax, halves, interpret=interpret)
@@ -287,7 +291,7 @@ def _math_wg(cta: Cta) -> None:
                 plgpu.barrier_arrive(bar.k_empty.at[stage], predicate=jnp.logical_not(last))
 
             # The maxima were a meeting of the warps: none of them still multiplies with P.
-            halves = products.add_values(stage, zero, halves, p, softmax.scales, live, release)
+            halves = products.add_values(stage, zero, halves, p, factors, release)
             return halves, softmax._replace(l=l + own_rows(p, largest=False))
 
         def attend():

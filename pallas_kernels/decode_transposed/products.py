@@ -88,39 +88,47 @@ class Products:
         """If these scores are the last, the next queries may be loaded."""
         plgpu.barrier_arrive(self.bar.q_empty, predicate=last)
 
-    def _products(self, stage, zero, groups: tuple[tuple[str, ...], ...]) -> tuple[jax.Array, ...]:
-        """For each group the sum of the products of these parts of keys and queries."""
+    def _products(self, stage, zero, groups: tuple[tuple[str, ...], ...], meanwhile):
+        """For each group the sum of the products of these parts of keys and queries; and what
+        `meanwhile` gives."""
         smem = self.smem
         parts = {
             "latent": (self.views.latent.at[stage], smem.q_latent.at[zero].T),
             "rope": (smem.k_rope.at[stage], smem.q_rope.at[zero].T),
         }
         operands = [[parts[name] for name in names] for names in groups]
-        return dots(operands, (BLOCK_KV, self.config.row_tile), interpret=self.interpret)
+        shape = (BLOCK_KV, self.config.row_tile)
+        return dots(operands, shape, meanwhile, interpret=self.interpret)
 
 
 class In16Bits(Products):
     """bf16 and f16 caches."""
 
-    def scores(self, stage, zero, of_queries) -> jax.Array:
-        """S^T, less the factor of the queries."""
+    def scores(self, stage, zero, of_queries, meanwhile):
+        """S^T, less the factor of the queries; and what `meanwhile` gives."""
         del of_queries
-        (s,) = self._products(stage, zero, (("latent", "rope"),))
+        (s,), result = self._products(stage, zero, (("latent", "rope"),), meanwhile)
         # A factor that is known at run time only may not be positive.
-        return s if self.config.scale is not None else s * (self.gmem.run_scale[0] * LOG2E)
+        known = self.config.scale is not None
+        return s if known else s * (self.gmem.run_scale[0] * LOG2E), result
 
     def largest_scales(self, stage, live) -> tuple[jax.Array, ...]:
         """Of the tile's tokens; there are none."""
         del stage, live
         return (jnp.float32(1.0),)
 
+    def value_factors(self, stage, live, scales) -> tuple[jax.Array, ...]:
+        """What P^T is to be multiplied by, for each group of channels, one per row; nothing."""
+        del stage, live, scales
+        return ()
+
     def zero_dead_tokens(self, stage, live) -> None:
         """Zero the rows of V from `live` on: what lies there may be NaN, and 0 x NaN is NaN."""
         zero_rows(self.views.latent.at[stage], live, interpret=self.interpret)
 
-    def add_values(self, stage, zero, halves, p, scales, live, release) -> tuple[Half, Half]:
+    def add_values(self, stage, zero, halves, p, factors, release) -> tuple[Half, Half]:
         """`halves` plus V^T P^T; `release` the stage."""
-        del scales, live
+        del factors
         config, wg = self.config, self.wg
         self.smem.p.at[wg].T[...] = p.astype(jnp.dtype(config.dtype))
         plgpu.commit_smem()
@@ -239,15 +247,15 @@ class InE4m3(ThroughRegisters):
         of_rows = (queries.quantise(latent, rope, sign, dtype) for _, (latent, rope) in loaded)
         return [([latent], rope, scale) for latent, rope, scale in of_rows], ()
 
-    def scores(self, stage, zero, of_queries) -> jax.Array:
-        """S^T, less the factor of the queries."""
+    def scores(self, stage, zero, of_queries, meanwhile):
+        """S^T, less the factor of the queries; and what `meanwhile` gives."""
         del of_queries
         apart = self.config.scales_per_token > 1
         groups = (("latent",), ("rope",)) if apart else (("latent", "rope"),)
-        products = self._products(stage, zero, groups)
+        products, result = self._products(stage, zero, groups, meanwhile)
         scaled = lambda x, scale: x * across(scale, x.shape[1])
         terms = map(scaled, products, self._token_scales(stage))
-        return functools.reduce(jnp.add, terms)
+        return functools.reduce(jnp.add, terms), result
 
     def largest_scales(self, stage, live) -> tuple[jax.Array, ...]:
         """Of the tile's tokens before `live`; alike in all warps."""
@@ -263,12 +271,15 @@ class InE4m3(ThroughRegisters):
         scales = lax.cond(live < BLOCK_KV, kept, lambda scales: scales, scales)
         return (fp8.max_over_columns(scales, interpret=self.interpret),)
 
-    def add_values(self, stage, zero, halves, p, scales, live, release) -> tuple[Half, Half]:
-        """`halves` plus V^T P^T, P times the tokens' scales, relative to `scales`; `release` the
-        stage."""
-        config, smem, interpret = self.config, self.smem, self.interpret
+    def value_factors(self, stage, live, scales) -> tuple[jax.Array, ...]:
+        """The tokens' scales relative to `scales`, one per row of P^T."""
         token_scales, *_ = self._live_scales(stage, live)
-        p = p * across(token_scales * (config.p_max / scales[0]), config.row_tile)
+        return (token_scales * (self.config.p_max / scales[0]),)
+
+    def add_values(self, stage, zero, halves, p, factors, release) -> tuple[Half, Half]:
+        """`halves` plus V^T P^T, P times the tokens' `factors`; `release` the stage."""
+        config, smem, interpret = self.config, self.smem, self.interpret
+        p = p * across(factors[0], config.row_tile)
         place = smem.p.at[self.wg]
         p = p.astype(jnp.float8_e4m3fn)
         columns.store_probabilities(place, p, config.p_transforms, interpret=interpret)
@@ -315,8 +326,8 @@ class Widened(ThroughRegisters):
         """The channels of a tile that share a scale."""
         return self.views.latent.at[stage, :, self._channels(group)]
 
-    def scores(self, stage, zero, of_queries) -> jax.Array:
-        """S^T, less the factor of the queries."""
+    def scores(self, stage, zero, of_queries, meanwhile):
+        """S^T, less the factor of the queries; and what `meanwhile` gives."""
         config, smem, interpret = self.config, self.smem, self.interpret
         shape = (BLOCK_KV, config.row_tile)
         rope = [(smem.k_rope.at[stage], smem.q_rope.at[zero].T)]
@@ -326,18 +337,22 @@ class Widened(ThroughRegisters):
             return [(keys, smem.q_latent.at[zero, :, self._channels(group)].T)]
 
         s: Any = None
+        result: Any = None
         for first in range(0, config.scale_groups, config.groups_at_once):
             groups = range(first, first + config.groups_at_once)
             # Those with keys in registers first (C7513).
             pairs = [operands(group) for group in groups] + [rope] * (first == 0)
-            products = dots(pairs, shape, interpret=interpret)
+            is_last = groups.stop == config.scale_groups
+            products, result = dots(
+                pairs, shape, meanwhile if is_last else lambda: None, interpret=interpret
+            )
             s = products[-1] if first == 0 else s
             # Not before: each of their loads brings all groups', and they would take registers.
             token_scales = self._token_scales(stage)
             for group, product in zip(groups, products, strict=False):
                 factor = token_scales[group] * of_queries.of_groups[group]
                 s += product * across(factor, config.row_tile)
-        return s
+        return s, result
 
     def largest_scales(self, stage, live) -> tuple[jax.Array, ...]:
         """Of each group's tokens before `live`, as powers of two; alike in all warps."""
@@ -349,9 +364,15 @@ class Widened(ThroughRegisters):
             interpret=self.interpret,
         )
 
-    def add_values(self, stage, zero, halves, p, scales, live, release) -> tuple[Half, Half]:
-        """`halves` plus V^T P^T, P times each group's scales of the tokens, relative to `scales`;
-        `release` the stage."""
+    def value_factors(self, stage, live, scales) -> tuple[jax.Array, ...]:
+        """The tokens' scales of each group relative to `scales`, one per row of P^T."""
+        inverses = (widen.inverse(scale, interpret=self.interpret) for scale in scales)
+        relative = zip(self._live_scales(stage, live), inverses, strict=True)
+        return tuple(of_tokens * (self.config.p_max * inverse) for of_tokens, inverse in relative)
+
+    def add_values(self, stage, zero, halves, p, factors, release) -> tuple[Half, Half]:
+        """`halves` plus V^T P^T, P times each group's `factors` of the tokens; `release` the
+        stage."""
         config, smem, interpret = self.config, self.smem, self.interpret
         place = lambda group: self.wg * config.p_groups + group % config.p_groups
         accs = [*halves[0], *halves[1]]
@@ -377,11 +398,8 @@ class Widened(ThroughRegisters):
             values = load(first) if config.loads_ahead else None
             if first:
                 sync_warps(interpret=interpret)  # the products of all of them have read P
-            token_scales = self._live_scales(stage, live)
             for group in range(first, first + config.p_groups):
-                inverse = widen.inverse(scales[group], interpret=interpret)
-                factor = token_scales[group] * (config.p_max * inverse)
-                of_group = p * across(factor, config.row_tile)
+                of_group = p * across(factors[group], config.row_tile)
                 smem.p.at[place(group) + zero].T[...] = of_group.astype(jnp.float16)
             plgpu.commit_smem()
             for at in range(first, first + config.p_groups, span):

@@ -50,21 +50,24 @@ def dot(
     return pl.run_scoped(issue, Accumulator(shape, jnp.float32))
 
 
-def dots(
+def dots[Result](
     operands: Operands,
     shape: tuple[int, int],
+    meanwhile: Callable[[], Result],
     *,
     interpret: bool,
-) -> tuple[jax.Array, ...]:
-    """`dot` of each of several sequences of operand pairs, issued together."""
+) -> tuple[list[jax.Array], Result]:
+    """`dot` of each of several sequences of operand pairs, issued together; and what `meanwhile`
+    gives, which runs while the tensor cores work on them."""
     if interpret:
-        return tuple(dot(pairs, shape, interpret=True) for pairs in operands)
+        return _in_flight(lambda: [dot(x, shape, interpret=True) for x in operands], meanwhile)
 
     def issue(*accs):
         for acc, pairs in zip(accs, operands, strict=True):
             for a, b in pairs:
                 plgpu.wgmma(acc, a, b)
-        return tuple(acc[...] for acc in accs)
+        result = meanwhile()
+        return [acc[...] for acc in accs], result
 
     return pl.run_scoped(issue, *[Accumulator(shape, jnp.float32)] * len(operands))
 
@@ -114,11 +117,10 @@ def add_dots(
         ]
         first = 0
         if between is not None:
-            more = []
-            products = _in_flight(lambda: multiply(operands), lambda: more.extend(between()))
+            products, more = _in_flight(lambda: multiply(operands), between)
             accs = (*map(jnp.add, accs, products), *accs[len(products) :])
             operands, first = more, len(accs) - len(more)
-        products = _in_flight(lambda: multiply(operands), after_issue)
+        products, _ = _in_flight(lambda: multiply(operands), after_issue)
         return (*accs[:first], *map(jnp.add, accs[first:], products))
 
     def issue(acc_refs):
@@ -152,7 +154,7 @@ def add_dot(
     would serialise the kernel (C7513).
     """
     if interpret:
-        (product,) = _in_flight(lambda: [_plain(a, b)], after_issue)
+        (product,), _ = _in_flight(lambda: [_plain(a, b)], after_issue)
         return acc + product
 
     def issue(acc_ref):
@@ -164,13 +166,14 @@ def add_dot(
 
 
 def _in_flight(
-    products: Callable[[], list[jax.Array]], after_issue: Callable[[], None] | None
-) -> list[jax.Array]:
+    products: Callable[[], list[jax.Array]], meanwhile: Callable[[], Any] | None
+) -> tuple[list[jax.Array], Any]:
     issued = products()
-    if after_issue is None:
-        return issued
-    after_issue()
-    return [jnp.where(a == b, b, jnp.nan) for a, b in zip(issued, products(), strict=True)]
+    if meanwhile is None:
+        return issued, None
+    result = meanwhile()
+    read_again = zip(issued, products(), strict=True)
+    return [jnp.where(a == b, b, jnp.nan) for a, b in read_again], result
 
 
 def _plain(a: Operand, b: Operand) -> jax.Array:

@@ -121,22 +121,19 @@ class ColumnSoftmax(NamedTuple):
         m, l = (full_columns(columns, value) for value in (NO_MAXIMUM, 0.0))
         return ColumnSoftmax(m, l, (jnp.float32(MIN_SCALE if scaled else 1.0),) * groups)
 
-    def follow(
-        self,
-        maximum: jax.Array,
-        scale_maxima: tuple[jax.Array, ...],
-        slack: float,
-        headroom: float,
-        scale_slack: float,
-    ) -> "ColumnSoftmax":
-        """`PairedSoftmax.follow`, of a single tile: the new state but for `l`. Where it is another,
-        the caller has to apply `factors_since`."""
-        m = jnp.where(maximum > self.m + slack, maximum + headroom, self.m)
-        scales = [
+    def follow_scales(self, maxima: tuple[jax.Array, ...], scale_slack: float) -> "ColumnSoftmax":
+        """`PairedSoftmax.follow`, of the scales of a single tile. Where the state is another, the
+        caller has to apply `factors_since`."""
+        scales = (
             jnp.where(largest > before * scale_slack, largest, before)
-            for before, largest in zip(self.scales, scale_maxima, strict=True)
-        ]
-        return self._replace(m=m, scales=tuple(scales))
+            for before, largest in zip(self.scales, maxima, strict=True)
+        )
+        return self._replace(scales=tuple(scales))
+
+    def follow_scores(self, maximum: jax.Array, slack: float, headroom: float) -> "ColumnSoftmax":
+        """The same, of its scores."""
+        m = jnp.where(maximum > self.m + slack, maximum + headroom, self.m)
+        return self._replace(m=m)
 
     def factors_since(self, before: "ColumnSoftmax") -> tuple[tuple[jax.Array, ...], jax.Array]:
         """Of each group's output, and of `l`, that are relative to an earlier state: at most 1, and

@@ -38,9 +38,8 @@ def by_column(chosen, tiles):
     first = jnp.float32(MIN_SCALE if chosen.scaled else 1.0)
     state = ColumnSoftmax(jnp.float32([NO_MAXIMUM]), jnp.zeros(1), (first,))
     for largest, scale in tiles:
-        state = state.follow(
-            jnp.float32([largest]), (scale,), chosen.slack, chosen.headroom, chosen.scale_slack
-        )
+        state = state.follow_scales((scale,), chosen.scale_slack)
+        state = state.follow_scores(jnp.float32([largest]), chosen.slack, chosen.headroom)
         yield state.m[0], state.scales[0]
 
 
