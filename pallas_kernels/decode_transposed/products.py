@@ -10,6 +10,7 @@ through registers (`hopper.widen`), without their scales. Those, of 128 channels
 of these channels' scores, and are in a P of their own for them.
 """
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -154,7 +155,7 @@ class In16Bits(Products):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-class ThroughRegisters(Products):
+class ThroughRegisters(Products, abc.ABC):
     """Latents in e4m3: the even and the odd channels have accumulators of their own."""
 
     def await_queries(self, seq) -> OfQueries:
@@ -195,10 +196,10 @@ class ThroughRegisters(Products):
         size = self.config.d_latent // self.config.scale_groups
         return slice(group * size, (group + 1) * size)
 
-    def _quantised(self, loaded, sign):
+    @abc.abstractmethod
+    def _quantised(self, loaded, sign) -> tuple[list[Any], tuple[jax.Array, ...]]:
         """Of each `queries.ROWS` rows, `(place, [*groups of channels, rope part])`, what the
         products take: groups, rope part, scale; and `OfQueries.of_groups`."""
-        raise NotImplementedError
 
     def release_queries(self, last) -> None:
         """Nothing: the next ones replace them after the meeting at the sequence's end."""
