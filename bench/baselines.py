@@ -15,9 +15,8 @@ NAME = "expand+cudnn"
 
 def expand_bytes(shape: Shape) -> int:
     """Bytes that expanding takes at its peak: the latents, keys and values per head."""
-    # Keys and values of one width, and what they are made of, before it is put together or padded.
-    per_head = 2 * (D_NOPE + D_ROPE) + D_NOPE + D_V
-    return 2 * shape.b * shape.s_k * (D_LATENT + D_ROPE + shape.h * per_head)
+    latents = 2 * (D_LATENT + D_ROPE)  # as gathered, and with both parts in one array
+    return 2 * shape.b * shape.s_k * (latents + shape.h * 2 * (D_NOPE + D_ROPE))
 
 
 def free_bytes() -> int:
@@ -64,16 +63,23 @@ def attend(
     The queries of a step see all keys: cuDNN's causal mask would put them at the start.
     """
     latent, rope = gather(cache, block_table, seq_lens, dtype=q.dtype)
-    k_nope = jnp.einsum("bnc,hdc->bnhd", latent, w_uk)
-    v = jnp.einsum("bnc,hdc->bnhd", latent, w_uv)
-    rope = jnp.broadcast_to(rope[:, :, None], (*k_nope.shape[:3], rope.shape[-1]))
-    k = jnp.concatenate([k_nope, rope], -1)
-    # cuDNN takes keys and values of one width only.
-    v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, k.shape[-1] - v.shape[-1])))
+    whole = jnp.concatenate([latent, rope], -1)
+    # Each product writes what cuDNN reads, without a copy: the rope's channels pass through, and
+    # values are padded, since cuDNN takes keys and values of one width only.
+    w_k, w_v = _with_rope(w_uk), jnp.pad(w_uv, ((0, 0), (0, D_NOPE + D_ROPE - D_V), (0, 0)))
+    k = jnp.einsum("bnc,hdc->bnhd", whole, w_k)
+    v = jnp.einsum("bnc,hdc->bnhd", latent, w_v)
     out = jax.nn.dot_product_attention(
         q, k, v, scale=SCALE, key_value_seq_lengths=seq_lens, implementation=implementation
     )
     return out[..., :D_V]
+
+
+def _with_rope(w_uk: jax.Array) -> jax.Array:
+    """W_UK for whole keys from whole latents, `[h, 192, 576]`: rope passes through an identity."""
+    w_uk = jnp.pad(w_uk, ((0, 0), (0, D_ROPE), (0, D_ROPE)))
+    index = jnp.arange(D_ROPE)
+    return w_uk.at[:, D_NOPE + index, D_LATENT + index].set(1)
 
 
 def absorb(q: jax.Array, args: Inputs, w_uk: jax.Array) -> Inputs:
