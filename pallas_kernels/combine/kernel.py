@@ -25,7 +25,7 @@ from pallas_kernels.hopper.row_tiles import slot_of
 from pallas_kernels.hopper.softmax import LN2, with_sink
 
 # MEASURED: H200, 128 heads, us at (128, 4096) with two queries, (16, 32768), (1, 131072): 9.7, 6.5,
-# 6.3 as it is, and 1.3 where no sequence was split; entries 22, 27 and 30 of the record in
+# 6.2 as it is, and 1.3 where no sequence was split; entries 22, 27 and 30 of the record in
 # docs/decode_dense.md have what else was tried.
 GROUP = 4
 """Rows that a warpgroup merges together."""
