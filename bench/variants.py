@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from mla_jax import LatentCache
 from pallas_kernels import decode
 from pallas_kernels.cache_append import entry as cache_append
+from pallas_kernels.combine import kernel as combine
 from pallas_kernels.decode_dense.config import Config
 from pallas_kernels.decode_e4m3.config import CACHE_FORMATS
 from pallas_kernels.decode_e4m3.config import Config as E4m3Config
@@ -82,7 +83,7 @@ class DecodeDense:
         config = self.config
         return (
             Declared(self.kernel, config.smem_bytes(), config.spill_bytes),
-            Declared("combine", 0, 0),
+            Declared("combine", combine.smem_bytes(self.d_latent), 0),
         )
 
     def function(self) -> Callable[..., Any]:
@@ -224,7 +225,8 @@ class DecodeE4m3:
         """In the order of the kernels."""
         config = self.config
         attention = Declared(self.kernel, config.smem_bytes(), config.spill_bytes)
-        return (attention, Declared("combine", 0, 0)) if self.p_terms == 1 else (attention,)
+        merging = Declared("combine", combine.smem_bytes(self.d_latent), 0)
+        return (attention, merging) if self.p_terms == 1 else (attention,)
 
     def function(self) -> Callable[..., Any]:
         if self.p_terms == 1:

@@ -3,13 +3,17 @@
     lse[r] = log sum_i exp(lse_i[r])
     out[r] = sum_i exp(lse_i[r] - lse[r]) * out_i[r]
 
-(FlashAttention-2, arXiv:2307.08691, sec. 3.1, applied once more over the pieces.) One warpgroup
-takes four rows of one split sequence at a time, one per warp: of few pieces all columns, of many a
-quarter of them, so that one long sequence occupies more SMs. The warpgroups of the grid stride over
-all such items. A step without split sequences costs the launch only. No shared memory.
+(FlashAttention-2, arXiv:2307.08691, sec. 3.1, applied once more over the pieces.) What a warpgroup
+takes at a time depends on a sequence's number of pieces: of few, four rows, one a warp; of some, a
+quarter of the columns of four rows, so that more SMs have something to do; of many, one row, the
+pieces over its warps, which then meet in shared memory, so that a warp waits for memory less often.
+The warpgroups of the grid stride over all such items. A step without split sequences costs the
+launch only.
 """
 
 import functools
+import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,22 +23,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper.limits import BLOCK_M
+from pallas_kernels.combine import warps
+from pallas_kernels.hopper.limits import BLOCK_M, SMEM_ALIGN
 from pallas_kernels.hopper.plan import MERGE_PIECES, MERGE_REST, MERGE_SEQ, MERGE_SLOT
 from pallas_kernels.hopper.row_tiles import slot_of
 from pallas_kernels.hopper.softmax import LN2, with_sink
 
-# MEASURED: H200, 128 heads, us at (128, 4096) with two queries, (16, 32768), (1, 131072): 9.7, 6.5,
-# 6.2 as it is, and 1.3 where no sequence was split; entries 22, 27 and 30 of the record in
+# MEASURED: H200, 128 heads, us at (128, 4096) with two queries, (16, 32768), (1, 131072): 9.7, 6.7,
+# 4.2 as it is, and 1.3 where no sequence was split; entries 22, 27, 30 and 32 of the record in
 # docs/decode_dense.md have what else was tried.
 GROUP = 4
-"""Rows that a warpgroup merges together."""
-FEW = 4
-"""Pieces of a sequence, up to which a warpgroup takes all columns of its rows."""
-BATCH_OF_FEW, BATCH_OF_MANY = 2, 8
-"""Pieces whose loads are in flight together."""
+"""Rows that a warpgroup merges together, unless there are many pieces."""
 COLUMN_PARTS = 4
-"""Parts of the columns, of sequences with many pieces."""
+"""Parts of the columns, of some pieces: as many as rows, so that each way has as many items."""
+FEW, SOME = 4, 16
+"""Pieces of a sequence; more are many."""
+BATCH_OF_FEW, BATCH_OF_SOME, BATCH_OF_MANY = 2, 8, 9
+"""Pieces whose loads a warp has in flight together."""
 WARPGROUPS = 2
 """Of a CTA, unless all items have an SM of their own."""
 CTAS_PER_SM = 2
@@ -42,10 +47,53 @@ CTAS_PER_SM = 2
 
 
 def _tile(width: int) -> Any:
-    """Layout of `[GROUP, width]`: a row per warp, up to 8 neighbouring columns per lane."""
+    """Layout of `[4, width]`: a row per warp, up to 8 neighbouring columns per lane."""
     vector = min(8, width // 32)
     tiling = plgpu.Tiling(((GROUP, 32 * vector), (vector,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+
+
+def _scratch(d_latent: int) -> Any:
+    """Where the warps of each warpgroup meet."""
+    return plgpu.SMEM((WARPGROUPS, warps.WARPS, d_latent + warps.MARGIN), jnp.float32)
+
+
+def smem_bytes(d_latent: int) -> int:
+    """Shared memory of a CTA, in whole `SMEM_ALIGN`, one of them for barriers."""
+    size = 4 * math.prod(_scratch(d_latent).shape)
+    return -(-size // SMEM_ALIGN) * SMEM_ALIGN + SMEM_ALIGN
+
+
+def _add_up(
+    pieces: jax.Array, gather: Callable[..., tuple[jax.Array, jax.Array]], width: int, batch: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of four rows, one a warp, maximum `[4]`, sum `[4]` and output `[4, width]` of the `pieces`
+    that `gather(i)` loads, `batch` at a time."""
+    across = lambda x: lax.broadcast_in_dim(x, (GROUP, width), (0,))
+
+    def step(index, carry):
+        m, l, acc = carry
+        loaded = [gather(index * batch + i) for i in range(batch)]
+        m_new = functools.reduce(jnp.maximum, [lse2 for lse2, _ in loaded], m)
+        base = jnp.where(m_new == -jnp.inf, 0.0, m_new)
+        alpha = jnp.exp2(m - base)
+        l, acc = l * alpha, acc * across(alpha)
+        for lse2, piece in loaded:
+            weight = jnp.exp2(lse2 - base)
+            l, acc = l + weight, acc + across(weight) * piece.astype(jnp.float32)
+        return m_new, l, acc
+
+    full = lambda value: plgpu.layout_cast(jnp.full((GROUP,), value), _tile(width).reduce(1))
+    start = full(-jnp.inf), full(0.0), across(full(0.0))
+    return lax.fori_loop(0, lax.div(pieces + (batch - 1), jnp.int32(batch)), step, start)
+
+
+def _finish(m: jax.Array, l: jax.Array, sink: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Log-sum-exp, base 2, and what the output is to be multiplied by."""
+    empty = l == 0.0
+    lse2 = jnp.where(empty, -jnp.inf, m + jnp.log2(jnp.where(empty, 1.0, l)))
+    factor = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, l))
+    return lse2, factor if sink is None else with_sink(factor, lse2, sink)
 
 
 def merge(
@@ -72,21 +120,26 @@ def merge(
     # in place: rows of sequences that were not split would be lost.
     out, lse = lax.optimization_barrier((out, lse))
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
-    groups = out.shape[1] // GROUP
-    items_of_merge = groups * COLUMN_PARTS
-    most_items = min(out.shape[0], num_parts) * items_of_merge
+    rows = out.shape[1]
+    groups = rows // GROUP
+    most_items = min(out.shape[0], num_parts) * rows
     warpgroups = WARPGROUPS if most_items > num_sms else 1
     num_ctas = min(num_sms * CTAS_PER_SM, pl.cdiv(most_items, warpgroups))
     workers = num_ctas * warpgroups
+    has_sink = sink is not None
 
     def body(*refs):
         names = ("partial", "partial_lse2", "parts", "sink", "out", "lse")
         gmem = SimpleNamespace(**dict(zip(names, refs, strict=True)))
-        first = lax.axis_index("cta") * warpgroups + lax.axis_index("wg")
+        pl.run_scoped(functools.partial(merge_all, gmem), _scratch(d_latent), collective_axes="wg")
+
+    def merge_all(gmem, scratch):
+        wg = lax.axis_index("wg")
+        first = lax.axis_index("cta") * warpgroups + wg
 
         def merge_of(item):
             """The item's row in the list of merges, and whether there is one."""
-            merge = lax.div(item, jnp.int32(items_of_merge))
+            merge = lax.div(item, jnp.int32(rows))
             in_list = jnp.minimum(merge, num_parts - 1)
             return in_list, (merge < num_parts) & (gmem.parts[in_list, MERGE_SEQ] >= 0)
 
@@ -94,59 +147,66 @@ def merge(
             merge, _ = merge_of(item)
             columns_of_merge = (MERGE_SEQ, MERGE_SLOT, MERGE_REST, MERGE_PIECES)
             seq, first_slot, rest, pieces = (gmem.parts[merge, i] for i in columns_of_merge)
-            of_merge = lax.rem(item, jnp.int32(items_of_merge))
-            part, group = lax.div(of_merge, jnp.int32(groups)), lax.rem(of_merge, jnp.int32(groups))
-            row = group * GROUP
-            slot = slot_of(row, out.shape[1], row_tile)
-            group_rows, slots = pl.ds(row, GROUP), pl.ds(slot, GROUP)
+            of_merge = lax.rem(item, jnp.int32(rows))
 
-            def merge_columns(columns, width, batch):
-                tile = _tile(width)
-                per_row = tile.reduce(1)
-                across = lambda x: lax.broadcast_in_dim(x, (GROUP, width), (0,))
-                load = functools.partial(plgpu.load, optimized=False)
-                full = lambda value: plgpu.layout_cast(jnp.full((GROUP,), value), per_row)
+            def merge_group(group, part, width, batch):
+                row, slot = group * GROUP, slot_of(group * GROUP, rows, row_tile)
+                group_rows, slots = pl.ds(row, GROUP), pl.ds(slot, GROUP)
+                columns = pl.ds(pl.multiple_of(part * width, width), width)
+                tile, load = _tile(width), functools.partial(plgpu.load, optimized=False)
 
                 def gather(i):
                     none = jnp.where(i < pieces, 0.0, -jnp.inf)
                     i = jnp.minimum(i, pieces - 1)
                     slot = jnp.where(i == 0, first_slot, rest + 2 * (i - 1))
-                    lse2 = load(gmem.partial_lse2.at[slot, slots], layout=per_row)
-                    piece = load(gmem.partial.at[slot, slots, columns], layout=tile)
-                    return lse2 + none, piece
+                    lse2 = load(gmem.partial_lse2.at[slot, slots], layout=tile.reduce(1))
+                    return lse2 + none, load(gmem.partial.at[slot, slots, columns], layout=tile)
 
-                def step(index, carry):
-                    m, l, acc = carry
-                    loaded = [gather(index * batch + i) for i in range(batch)]
-                    m_new = functools.reduce(jnp.maximum, [lse2 for lse2, _ in loaded], m)
-                    base = jnp.where(m_new == -jnp.inf, 0.0, m_new)
-                    alpha = jnp.exp2(m - base)
-                    l, acc = l * alpha, acc * across(alpha)
-                    for lse2, piece in loaded:
-                        weight = jnp.exp2(lse2 - base)
-                        l, acc = l + weight, acc + across(weight) * piece.astype(jnp.float32)
-                    return m_new, l, acc
-
-                start = full(-jnp.inf), full(0.0), across(full(0.0))
-                steps = lax.div(pieces + (batch - 1), jnp.int32(batch))
-                m, l, acc = lax.fori_loop(0, steps, step, start)
-                empty = l == 0.0
-                lse2 = jnp.where(empty, -jnp.inf, m + jnp.log2(jnp.where(empty, 1.0, l)))
-                factor = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, l))
-                if sink is not None:
-                    factor = with_sink(factor, lse2, load(gmem.sink.at[slots], layout=per_row))
-                gmem.out[seq, group_rows, columns] = (acc * across(factor)).astype(out.dtype)
+                m, l, acc = _add_up(pieces, gather, width, batch)
+                sinks = load(gmem.sink.at[slots], layout=tile.reduce(1)) if has_sink else None
+                lse2, factor = _finish(m, l, sinks)
+                factor = lax.broadcast_in_dim(factor, acc.shape, (0,))
+                gmem.out[seq, group_rows, columns] = (acc * factor).astype(out.dtype)
 
                 @pl.when(part == 0)
                 def _():
                     gmem.lse[seq, slots] = lse2 * LN2
 
-            few, narrow = pieces <= FEW, d_latent // COLUMN_PARTS
-            merge_all = functools.partial(merge_columns, pl.ds(0, d_latent), d_latent, BATCH_OF_FEW)
-            part_columns = pl.ds(pl.multiple_of(part * narrow, narrow), narrow)
-            merge_part = functools.partial(merge_columns, part_columns, narrow, BATCH_OF_MANY)
-            pl.when(few & (part == 0))(merge_all)
-            pl.when(jnp.logical_not(few))(merge_part)
+            def merge_few():
+                merge_group(of_merge, jnp.int32(0), d_latent, BATCH_OF_FEW)
+
+            def merge_some():
+                part, group = (f(of_merge, jnp.int32(groups)) for f in (lax.div, lax.rem))
+                merge_group(group, part, d_latent // COLUMN_PARTS, BATCH_OF_SOME)
+
+            def merge_many():
+                slot, tile = slot_of(of_merge, rows, row_tile), _tile(d_latent)
+                gather = lambda i: warps.load_pieces(
+                    gmem.partial,
+                    gmem.partial_lse2,
+                    (first_slot, rest),
+                    slot,
+                    i * warps.WARPS,
+                    pieces,
+                    tile,
+                    interpret=bool(interpret),
+                )
+                of_warp = lax.div(pieces + (warps.WARPS - 1), jnp.int32(warps.WARPS))
+                m, l, acc = _add_up(of_warp, gather, d_latent, BATCH_OF_MANY)
+                ms, ls, accs = warps.exchange(
+                    m, l, acc, scratch.at[wg], tile, interpret=bool(interpret)
+                )
+                m = functools.reduce(jnp.maximum, ms)
+                base = jnp.where(m == -jnp.inf, 0.0, m)
+                weights = [jnp.exp2(of_warp - base) for of_warp in ms]
+                total = lambda parts: functools.reduce(jnp.add, map(jnp.multiply, weights, parts))
+                lse2, factor = _finish(m, total(ls), gmem.sink[slot] if has_sink else None)
+                gmem.out[seq, of_merge] = (total(accs) * factor).astype(out.dtype)
+                gmem.lse[seq, slot] = lse2 * LN2
+
+            pl.when((pieces <= FEW) & (of_merge < groups))(merge_few)
+            pl.when((pieces > FEW) & (pieces <= SOME))(merge_some)
+            pl.when(pieces > SOME)(merge_many)
             return item + workers
 
         lax.while_loop(lambda item: merge_of(item)[1], run, first)

@@ -13,6 +13,8 @@ from tests import oracle, tolerances
 from tests.kernels import simulator
 from tests.kernels.test_plan import num_tiles, pieces_of, planner
 
+MIXED = (70, 6000, 0, 1500, 500)
+
 
 def inputs(lens, rows, d_latent, num_sms, dtype=jnp.bfloat16):
     """Partial results of each piece of a split sequence; all else is poisoned.
@@ -63,20 +65,23 @@ def expected(split, sink):
 @pytest.mark.parametrize(
     ("lens", "rows", "d_latent", "with_sink"),
     [
-        pytest.param((70, 5000, 0, 900), 8, 256, True, id="few pieces and many"),
-        pytest.param((70, 5000, 0, 900), 8, 256, False, id="no sink"),
-        pytest.param((2000,), 8, 256, True, id="an SM for each item"),
+        pytest.param(MIXED, 8, 256, True, id="few pieces, some and many"),
+        pytest.param(MIXED, 8, 256, False, id="no sink"),
+        pytest.param(MIXED, 8, 512, True, id="512 channels"),
+        pytest.param((3000,), 8, 256, True, id="an SM for each item"),
         pytest.param((2000, 64), 88, 512, False, id="row tiles that overlap"),
         pytest.param((2000, 64), 72, 256, True, id="row tiles that overlap by all but 8"),
+        pytest.param((5000, 64), 72, 256, True, id="row tiles that overlap, many pieces"),
     ],
 )
 def test_against_float64(lens, rows, d_latent, with_sink, interpret, monkeypatch):
-    num_sms = 16
+    num_sms = 40
     monkeypatch.setattr(kernel, "CTAS_PER_SM", 1)
     arrays, split = inputs(lens, rows, d_latent, num_sms)
     pieces = [len(of_sequence) for of_sequence in split.values()]
-    if len(lens) == 4:
-        assert max(pieces) > kernel.BATCH_OF_MANY and min(pieces) <= kernel.FEW
+    if lens is MIXED:
+        few, some, many = sorted(pieces)
+        assert few <= kernel.FEW < some <= kernel.SOME < many
     sink, slots = None, row_of_slots(rows)
     if with_sink:
         sink = np.random.default_rng(2).standard_normal(rows).astype(np.float32) * 3
