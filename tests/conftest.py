@@ -3,8 +3,6 @@ import os
 # The simulated GPU's threads wait for each other in callbacks that hold a thread of XLA's pool; as
 # many as there are cores may be too few for the one that could go on.
 os.environ.setdefault("NPROC", "16")
-if "PYTEST_XDIST_WORKER" in os.environ:  # the workers have the cores between them
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import hypothesis
 import jax
@@ -15,6 +13,13 @@ jax.config.update("jax_num_cpu_devices", 2)
 
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, max_examples=25)
 hypothesis.settings.load_profile("tests")
+
+
+def pytest_configure(config):
+    # Workers have the cores between them, but each would multiply with as many threads as there
+    # are cores. They inherit this; by the time one reads this file, a plugin may have loaded numpy.
+    if config.getoption("numprocesses", None):
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser):
