@@ -29,13 +29,14 @@ from pallas_kernels.hopper.plan import MERGE_PIECES, MERGE_REST, MERGE_SEQ, MERG
 from pallas_kernels.hopper.row_tiles import slot_of
 from pallas_kernels.hopper.softmax import LN2, with_sink
 
-# MEASURED: H200, 128 heads, us at (128, 4096) with two queries, (16, 32768), (1, 131072): 9.7, 6.7,
+# MEASURED: H200, 128 heads, us at (128, 4096) with two queries, (16, 32768), (1, 131072): 9.6, 6.7,
 # 4.2 as it is, and 1.3 where no sequence was split; entries 22, 27, 30 and 32 of the record in
 # docs/decode_dense.md have what else was tried.
-GROUP = 4
-"""Rows that a warpgroup merges together, unless there are many pieces."""
+GROUP = warps.WARPS
+"""Rows that a warpgroup merges together, one a warp, unless there are many pieces."""
 COLUMN_PARTS = 4
-"""Parts of the columns, of some pieces: as many as rows, so that each way has as many items."""
+"""Parts of the columns, of some pieces: as many as `GROUP`, so that there is an item a row, as of
+many pieces."""
 FEW, SOME = 4, 16
 """Pieces of a sequence; more are many."""
 BATCH_OF_FEW, BATCH_OF_SOME, BATCH_OF_MANY = 2, 8, 9
@@ -43,7 +44,8 @@ BATCH_OF_FEW, BATCH_OF_SOME, BATCH_OF_MANY = 2, 8, 9
 WARPGROUPS = 2
 """Of a CTA, unless all items have an SM of their own."""
 CTAS_PER_SM = 2
-"""At most: no more are launched than there could be something to do for."""
+"""At most: no more are launched than there could be something to do for. Each thread then has 128
+registers; 125 are used."""
 
 
 def _tile(width: int) -> Any:
@@ -67,8 +69,8 @@ def smem_bytes(d_latent: int) -> int:
 def _add_up(
     pieces: jax.Array, gather: Callable[..., tuple[jax.Array, jax.Array]], width: int, batch: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of four rows, one a warp, maximum `[4]`, sum `[4]` and output `[4, width]` of the `pieces`
-    that `gather(i)` loads, `batch` at a time."""
+    """Maximum `[4]`, sum `[4]` and output `[4, width]`, each warp its own, of the `pieces` that it
+    gets by `gather(i)`, `batch` at a time: of a row of its own, or its share of all warps' row."""
     across = lambda x: lax.broadcast_in_dim(x, (GROUP, width), (0,))
 
     def step(index, carry):
@@ -198,7 +200,7 @@ def merge(
                 )
                 m = functools.reduce(jnp.maximum, ms)
                 base = jnp.where(m == -jnp.inf, 0.0, m)
-                weights = [jnp.exp2(of_warp - base) for of_warp in ms]
+                weights = [jnp.exp2(x - base) for x in ms]
                 total = lambda parts: functools.reduce(jnp.add, map(jnp.multiply, weights, parts))
                 lse2, factor = _finish(m, total(ls), gmem.sink[slot] if has_sink else None)
                 gmem.out[seq, of_merge] = (total(accs) * factor).astype(out.dtype)

@@ -15,8 +15,9 @@ from pallas_kernels.hopper.inline import inline_mgpu
 from pallas_kernels.hopper.threads import const, warp_and_lane
 
 WARPS = 4
-MARGIN = 4
-"""Float32 behind the columns of a row of `exchange`'s scratch; rows stay multiples of 16 bytes."""
+MARGIN = 8
+"""Float32 behind the columns of a row of `exchange`'s scratch, two of them used: rows begin at
+multiples of 32 bytes, as vectors of 8 have to."""
 
 
 def load_pieces(

@@ -59,7 +59,7 @@ class Built:
         self.memory = memory
         self.numbers = {"thread_id": THREAD + 128 * warpgroup, "block_id": block + 0 * THREAD}
         captured = []
-        # Called, it gives as many results as any of them has.
+        # Called, it has 12 results for the caller, as many as `combine.warps.exchange` takes.
         fake = lambda **_: lambda f: lambda *_: captured.append(f) or (None,) * 12
         monkeypatch.setattr(module, "inline_mgpu", fake)
         function()

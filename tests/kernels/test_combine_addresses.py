@@ -41,17 +41,20 @@ def test_load_pieces(width, first, pieces, monkeypatch):
     )
     refs = [(partial.shape, "f16", [rows * width, width, 1]), (partial.shape[:2], "f32", [rows, 1])]
     built = addresses.Built(monkeypatch, call, (*refs, *scalars), warps)
-    lse2, out = built.result
+    (lse2, out), loads = built.result, dict(built.loads)
     index = np.minimum(first + WARP, pieces - 1)
     row = np.where(index == 0, first_slot, rest + 2 * (index - 1)) * rows + place
     for i, register in enumerate(out.registers.flat):
-        at, size = built.loads.pop(register)
+        at, size = loads.pop(register)
         np.testing.assert_array_equal(at, 2 * (row * width + 256 * i + 8 * LANE))
         assert size == 16
     assert out.registers.size == width // 256 and lse2.registers.size == 1
-    ((at, size),) = built.loads.values()
+    ((at, size),) = loads.values()
     np.testing.assert_array_equal(at, 4 * row)
     assert size == 4
+    exists, chosen, otherwise = lse2.registers.item().owner.operands[0].owner.operands
+    np.testing.assert_array_equal(built.values[exists], first + WARP < pieces)
+    assert chosen in loads and "0xFF800000" in str(otherwise.owner)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -77,6 +80,7 @@ def test_exchange(width, monkeypatch):
     written = np.zeros(4 * stride, int)
     m, l, acc = (argument.registers for argument in built.arguments[:3])
     for i, register in enumerate(acc.flat):
+        assert (found[register] % 32 == 0).all()
         np.testing.assert_array_equal(found[register], 4 * (WARP * stride + 256 * i + 8 * LANE))
         for column in range(8):
             np.add.at(written, found[register] // 4 + column, 1)

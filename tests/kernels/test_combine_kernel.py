@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.combine import kernel
+from pallas_kernels.hopper.limits import BLOCK_M
 from pallas_kernels.hopper.row_tiles import row_of_slots, untile
 from tests import oracle, tolerances
 from tests.kernels import simulator
@@ -16,14 +17,14 @@ from tests.kernels.test_plan import num_tiles, pieces_of, planner
 MIXED = (70, 6000, 0, 1500, 500)
 
 
-def inputs(lens, rows, d_latent, num_sms, dtype=jnp.bfloat16):
+def inputs(lens, rows, d_latent, num_sms, row_tile=BLOCK_M, dtype=jnp.bfloat16):
     """Partial results of each piece of a split sequence; all else is poisoned.
 
     Row 1 has seen no key at all, every fifth row none in the last piece.
     """
     rng = np.random.default_rng(0)
-    parts = np.asarray(planner(rows, num_sms)(jnp.asarray(lens, jnp.int32)))
-    order = row_of_slots(rows)
+    parts = np.asarray(planner(rows, num_sms, row_tile)(jnp.asarray(lens, jnp.int32)))
+    order = row_of_slots(rows, row_tile)
     partial = np.full((2 * len(parts), len(order), d_latent), np.nan, np.float32)
     partial_lse2 = np.full((2 * len(parts), len(order)), np.nan, np.float32)
     split = {}
@@ -61,32 +62,35 @@ def expected(split, sink):
     return merged
 
 
+MIXED = (70, 6000, 0, 1500, 500)
+
+
 @simulator.ON_BOTH
 @pytest.mark.parametrize(
-    ("lens", "rows", "d_latent", "with_sink"),
+    ("lens", "pieces", "rows", "row_tile", "d_latent", "with_sink"),
     [
-        pytest.param(MIXED, 8, 256, True, id="few pieces, some and many"),
-        pytest.param(MIXED, 8, 256, False, id="no sink"),
-        pytest.param(MIXED, 8, 512, True, id="512 channels"),
-        pytest.param((3000,), 8, 256, True, id="an SM for each item"),
-        pytest.param((2000, 64), 88, 512, False, id="row tiles that overlap"),
-        pytest.param((2000, 64), 72, 256, True, id="row tiles that overlap by all but 8"),
-        pytest.param((5000, 64), 72, 256, True, id="row tiles that overlap, many pieces"),
+        pytest.param(MIXED, (31, 8, 3), 8, 64, 256, True, id="many pieces, some and few"),
+        pytest.param(MIXED, (31, 8, 3), 8, 64, 256, False, id="no sink"),
+        pytest.param(MIXED, (31, 8, 3), 8, 64, 512, True, id="512 channels"),
+        pytest.param((6000,), (47,), 8, 64, 256, True, id="an SM for each item, two batches"),
+        pytest.param((2000, 64), (16,), 88, 64, 512, False, id="row tiles that overlap"),
+        pytest.param((2000, 64), (16,), 72, 64, 256, True, id="tiles that overlap by all but 8"),
+        pytest.param((5000, 64), (20,), 72, 64, 256, True, id="that overlap, many pieces"),
+        pytest.param((5000, 64), (20,), 40, 32, 256, False, id="smaller ones, many pieces"),
+        pytest.param((2000, 64), (16,), 40, 24, 512, True, id="smaller ones, some pieces"),
     ],
 )
-def test_against_float64(lens, rows, d_latent, with_sink, interpret, monkeypatch):
-    num_sms = 40
+def test_against_float64(lens, pieces, rows, row_tile, d_latent, with_sink, interpret, monkeypatch):
+    num_sms = 48
     monkeypatch.setattr(kernel, "CTAS_PER_SM", 1)
-    arrays, split = inputs(lens, rows, d_latent, num_sms)
-    pieces = [len(of_sequence) for of_sequence in split.values()]
-    if lens is MIXED:
-        few, some, many = sorted(pieces)
-        assert few <= kernel.FEW < some <= kernel.SOME < many
-    sink, slots = None, row_of_slots(rows)
+    arrays, split = inputs(lens, rows, d_latent, num_sms, row_tile)
+    assert tuple(len(of_sequence) for of_sequence in split.values()) == pieces
+    sink, slots = None, row_of_slots(rows, row_tile)
     if with_sink:
         sink = np.random.default_rng(2).standard_normal(rows).astype(np.float32) * 3
         sink[3], sink[4] = np.inf, -np.inf
-    merge = functools.partial(kernel.merge, num_sms=num_sms, interpret=interpret)
+    sizes = {"num_sms": num_sms, "row_tile": row_tile}
+    merge = functools.partial(kernel.merge, **sizes, interpret=interpret)
     run = simulator.Simulation(merge).run if interpret else jax.jit(merge)
     args = (*arrays, None if sink is None else jnp.asarray(sink[slots]))
     out, lse = map(np.asarray, run(*args))
@@ -95,7 +99,7 @@ def test_against_float64(lens, rows, d_latent, with_sink, interpret, monkeypatch
             assert (out[seq] == 7).all() and (lse[seq] == 7).all(), f"sequence {seq} was touched"
     for seq, (expected_out, expected_lse) in expected(split, sink).items():
         tolerances.check("out", out[seq], expected_out, tolerances.OUT["bfloat16"])
-        found = untile(lse[seq : seq + 1], rows)[0]
+        found = untile(lse[seq : seq + 1], rows, row_tile)[0]
         tolerances.check("lse", found, expected_lse, tolerances.LSE)
     for again, first in zip(map(np.asarray, run(*args)), (out, lse), strict=True):
         np.testing.assert_array_equal(again, first)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mla_jax import DecodePlan, plan_decode
 from pallas_kernels.hopper import plan
-from pallas_kernels.hopper.limits import NUM_SMS
+from pallas_kernels.hopper.limits import BLOCK_M, NUM_SMS
 
 SLACK = 2 * plan.MIN_PIECE + 2 * plan.SEQUENCE_COST + plan.COMBINE_COST
 """How much longer, in key tiles, than an equal share the longest part may be: cuts move by up to a
@@ -19,11 +19,11 @@ smallest piece, a cut sequence is started twice, and not splitting at all is wor
 
 
 @functools.cache
-def planner(rows, num_sms):
+def planner(rows, num_sms, row_tile=BLOCK_M):
     def divide(seq_lens):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(plan, "num_sms", lambda: num_sms)
-            return plan.divide(seq_lens, rows=rows)
+            return plan.divide(seq_lens, rows=rows, row_tile=row_tile)
 
     return jax.jit(divide)
 
