@@ -15,7 +15,7 @@ import functools
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +66,16 @@ def smem_bytes(d_latent: int) -> int:
     return -(-size // SMEM_ALIGN) * SMEM_ALIGN + SMEM_ALIGN
 
 
+class _Split(NamedTuple):
+    """A split sequence: slots of its first and second piece (each further one's is 2 more)."""
+
+    seq: jax.Array
+    first_slot: jax.Array
+    rest: jax.Array
+    pieces: jax.Array
+    """Their number."""
+
+
 def _add_up(
     pieces: jax.Array, gather: Callable[..., tuple[jax.Array, jax.Array]], width: int, batch: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -98,6 +108,67 @@ def _finish(m: jax.Array, l: jax.Array, sink: jax.Array | None) -> tuple[jax.Arr
     return lse2, factor if sink is None else with_sink(factor, lse2, sink)
 
 
+def _merge_group(
+    gmem: Any,
+    split: _Split,
+    group: jax.Array,
+    part: jax.Array,
+    width: int,
+    batch: int,
+    row_tile: int,
+) -> None:
+    """A group of rows, one a warp; columns number `part` of those that are `width` wide."""
+    row, slot = group * GROUP, slot_of(group * GROUP, gmem.out.shape[1], row_tile)
+    group_rows, slots = pl.ds(row, GROUP), pl.ds(slot, GROUP)
+    columns = pl.ds(pl.multiple_of(part * width, width), width)
+    tile, load = _tile(width), functools.partial(plgpu.load, optimized=False)
+
+    def gather(i):
+        none = jnp.where(i < split.pieces, 0.0, -jnp.inf)
+        i = jnp.minimum(i, split.pieces - 1)
+        slot = jnp.where(i == 0, split.first_slot, split.rest + 2 * (i - 1))
+        lse2 = load(gmem.partial_lse2.at[slot, slots], layout=tile.reduce(1))
+        return lse2 + none, load(gmem.partial.at[slot, slots, columns], layout=tile)
+
+    m, l, acc = _add_up(split.pieces, gather, width, batch)
+    sink = None if gmem.sink is None else load(gmem.sink.at[slots], layout=tile.reduce(1))
+    lse2, factor = _finish(m, l, sink)
+    factor = lax.broadcast_in_dim(factor, acc.shape, (0,))
+    gmem.out[split.seq, group_rows, columns] = (acc * factor).astype(gmem.out.dtype)
+
+    @pl.when(part == 0)
+    def _():
+        gmem.lse[split.seq, slots] = lse2 * LN2
+
+
+def _merge_row(
+    gmem: Any, split: _Split, row: jax.Array, scratch: Any, row_tile: int, interpret: bool
+) -> None:
+    """One row, its pieces over the warps, which meet in `scratch`."""
+    _, rows, d_latent = gmem.out.shape
+    slot, tile = slot_of(row, rows, row_tile), _tile(d_latent)
+    gather = lambda i: warps.load_pieces(
+        gmem.partial,
+        gmem.partial_lse2,
+        (split.first_slot, split.rest),
+        slot,
+        i * warps.WARPS,
+        split.pieces,
+        tile,
+        interpret=interpret,
+    )
+    of_warp = lax.div(split.pieces + (warps.WARPS - 1), jnp.int32(warps.WARPS))
+    m, l, acc = _add_up(of_warp, gather, d_latent, BATCH_OF_MANY)
+    ms, ls, accs = warps.exchange(m, l, acc, scratch, tile, interpret=interpret)
+    m = functools.reduce(jnp.maximum, ms)
+    base = jnp.where(m == -jnp.inf, 0.0, m)
+    weights = [jnp.exp2(x - base) for x in ms]
+    total = lambda parts: functools.reduce(jnp.add, map(jnp.multiply, weights, parts))
+    lse2, factor = _finish(m, total(ls), None if gmem.sink is None else gmem.sink[slot])
+    gmem.out[split.seq, row] = (total(accs) * factor).astype(gmem.out.dtype)
+    gmem.lse[split.seq, slot] = lse2 * LN2
+
+
 def merge(
     out: jax.Array,
     lse: jax.Array,
@@ -128,11 +199,12 @@ def merge(
     warpgroups = WARPGROUPS if most_items > num_sms else 1
     num_ctas = min(num_sms * CTAS_PER_SM, pl.cdiv(most_items, warpgroups))
     workers = num_ctas * warpgroups
-    has_sink = sink is not None
 
     def body(*refs):
         names = ("partial", "partial_lse2", "parts", "sink", "out", "lse")
         gmem = SimpleNamespace(**dict(zip(names, refs, strict=True)))
+        if sink is None:
+            gmem.sink = None  # the operand in its place is not read
         pl.run_scoped(functools.partial(merge_all, gmem), _scratch(d_latent), collective_axes="wg")
 
     def merge_all(gmem, scratch):
@@ -148,67 +220,23 @@ def merge(
         def run(item):
             merge, _ = merge_of(item)
             columns_of_merge = (MERGE_SEQ, MERGE_SLOT, MERGE_REST, MERGE_PIECES)
-            seq, first_slot, rest, pieces = (gmem.parts[merge, i] for i in columns_of_merge)
+            split = _Split(*(gmem.parts[merge, i] for i in columns_of_merge))
             of_merge = lax.rem(item, jnp.int32(rows))
 
-            def merge_group(group, part, width, batch):
-                row, slot = group * GROUP, slot_of(group * GROUP, rows, row_tile)
-                group_rows, slots = pl.ds(row, GROUP), pl.ds(slot, GROUP)
-                columns = pl.ds(pl.multiple_of(part * width, width), width)
-                tile, load = _tile(width), functools.partial(plgpu.load, optimized=False)
+            def few():
+                _merge_group(gmem, split, of_merge, jnp.int32(0), d_latent, BATCH_OF_FEW, row_tile)
 
-                def gather(i):
-                    none = jnp.where(i < pieces, 0.0, -jnp.inf)
-                    i = jnp.minimum(i, pieces - 1)
-                    slot = jnp.where(i == 0, first_slot, rest + 2 * (i - 1))
-                    lse2 = load(gmem.partial_lse2.at[slot, slots], layout=tile.reduce(1))
-                    return lse2 + none, load(gmem.partial.at[slot, slots, columns], layout=tile)
-
-                m, l, acc = _add_up(pieces, gather, width, batch)
-                sinks = load(gmem.sink.at[slots], layout=tile.reduce(1)) if has_sink else None
-                lse2, factor = _finish(m, l, sinks)
-                factor = lax.broadcast_in_dim(factor, acc.shape, (0,))
-                gmem.out[seq, group_rows, columns] = (acc * factor).astype(out.dtype)
-
-                @pl.when(part == 0)
-                def _():
-                    gmem.lse[seq, slots] = lse2 * LN2
-
-            def merge_few():
-                merge_group(of_merge, jnp.int32(0), d_latent, BATCH_OF_FEW)
-
-            def merge_some():
+            def some():
                 part, group = (f(of_merge, jnp.int32(groups)) for f in (lax.div, lax.rem))
-                merge_group(group, part, d_latent // COLUMN_PARTS, BATCH_OF_SOME)
+                width = d_latent // COLUMN_PARTS
+                _merge_group(gmem, split, group, part, width, BATCH_OF_SOME, row_tile)
 
-            def merge_many():
-                slot, tile = slot_of(of_merge, rows, row_tile), _tile(d_latent)
-                gather = lambda i: warps.load_pieces(
-                    gmem.partial,
-                    gmem.partial_lse2,
-                    (first_slot, rest),
-                    slot,
-                    i * warps.WARPS,
-                    pieces,
-                    tile,
-                    interpret=bool(interpret),
-                )
-                of_warp = lax.div(pieces + (warps.WARPS - 1), jnp.int32(warps.WARPS))
-                m, l, acc = _add_up(of_warp, gather, d_latent, BATCH_OF_MANY)
-                ms, ls, accs = warps.exchange(
-                    m, l, acc, scratch.at[wg], tile, interpret=bool(interpret)
-                )
-                m = functools.reduce(jnp.maximum, ms)
-                base = jnp.where(m == -jnp.inf, 0.0, m)
-                weights = [jnp.exp2(x - base) for x in ms]
-                total = lambda parts: functools.reduce(jnp.add, map(jnp.multiply, weights, parts))
-                lse2, factor = _finish(m, total(ls), gmem.sink[slot] if has_sink else None)
-                gmem.out[seq, of_merge] = (total(accs) * factor).astype(out.dtype)
-                gmem.lse[seq, slot] = lse2 * LN2
+            def many():
+                _merge_row(gmem, split, of_merge, scratch.at[wg], row_tile, bool(interpret))
 
-            pl.when((pieces <= FEW) & (of_merge < groups))(merge_few)
-            pl.when((pieces > FEW) & (pieces <= SOME))(merge_some)
-            pl.when(pieces > SOME)(merge_many)
+            pl.when((split.pieces <= FEW) & (of_merge < groups))(few)
+            pl.when((split.pieces > FEW) & (split.pieces <= SOME))(some)
+            pl.when(split.pieces > SOME)(many)
             return item + workers
 
         lax.while_loop(lambda item: merge_of(item)[1], run, first)
