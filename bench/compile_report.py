@@ -64,6 +64,8 @@ def judge(variant: variants.Variant, kernels: list[aot.Kernel], output: str) -> 
                 f"spills {kernel.spill_stores} + {kernel.spill_loads} bytes, "
                 f"the config declares {limit.spill_bytes}"
             )
+        if kernel.registers > limit.registers:
+            fault(f"takes {kernel.registers} registers, the config allows {limit.registers}")
         scratch = max(limit.smem_bytes - SMEM_ALIGN, 0)
         if kernel.smem != scratch:
             fault(f"takes {kernel.smem} bytes of shared memory, the config says {scratch}")

@@ -34,6 +34,12 @@ class Declared(NamedTuple):
     smem_bytes: int
     """Of a CTA, `SMEM_ALIGN` of it for barriers; 0: none."""
     spill_bytes: int
+    registers: int = 255
+    """Per thread at launch, at most."""
+
+
+def _combine(d_latent: int) -> Declared:
+    return Declared("combine", combine.smem_bytes(d_latent), 0, combine.REGISTERS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +89,7 @@ class DecodeDense:
         config = self.config
         return (
             Declared(self.kernel, config.smem_bytes(), config.spill_bytes),
-            Declared("combine", combine.smem_bytes(self.d_latent), 0),
+            _combine(self.d_latent),
         )
 
     def function(self) -> Callable[..., Any]:
@@ -225,8 +231,7 @@ class DecodeE4m3:
         """In the order of the kernels."""
         config = self.config
         attention = Declared(self.kernel, config.smem_bytes(), config.spill_bytes)
-        merging = Declared("combine", combine.smem_bytes(self.d_latent), 0)
-        return (attention, merging) if self.p_terms == 1 else (attention,)
+        return (attention, _combine(self.d_latent)) if self.p_terms == 1 else (attention,)
 
     def function(self) -> Callable[..., Any]:
         if self.p_terms == 1:

@@ -12,10 +12,9 @@ launch only.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +23,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.combine import warps
-from pallas_kernels.hopper.limits import BLOCK_M, SMEM_ALIGN
-from pallas_kernels.hopper.plan import MERGE_PIECES, MERGE_REST, MERGE_SEQ, MERGE_SLOT
+from pallas_kernels.hopper import layouts
+from pallas_kernels.hopper.layouts import across
+from pallas_kernels.hopper.limits import BLOCK_M, SM_REGISTERS
+from pallas_kernels.hopper.pieces import Split
+from pallas_kernels.hopper.plan import MERGE_SEQ
 from pallas_kernels.hopper.row_tiles import slot_of
-from pallas_kernels.hopper.softmax import LN2, with_sink
+from pallas_kernels.hopper.softmax import LN2, Softmax, with_sink
 
 # MEASURED: H200, 128 heads, us at (128, 4096) with two queries, (16, 32768), (1, 131072): 9.6, 6.7,
-# 4.2 as it is, and 1.3 where no sequence was split; entries 22, 27, 30 and 32 of the record in
+# 4.2 before the last edits, and 1.3 where no sequence was split; entries 22, 27, 30 and 32 of the record in
 # docs/decode_dense.md have what else was tried.
 GROUP = warps.WARPS
 """Rows that a warpgroup merges together, one a warp, unless there are many pieces."""
@@ -44,8 +46,9 @@ BATCH_OF_FEW, BATCH_OF_SOME, BATCH_OF_MANY = 2, 8, 9
 WARPGROUPS = 2
 """Of a CTA, unless all items have an SM of their own."""
 CTAS_PER_SM = 2
-"""At most: no more are launched than there could be something to do for. Each thread then has 128
-registers; 125 are used."""
+"""At most: no more are launched than there could be something to do for. More registers than
+`REGISTERS` a thread would halve them."""
+REGISTERS = SM_REGISTERS // (CTAS_PER_SM * WARPGROUPS * 128)
 
 
 def _tile(width: int) -> Any:
@@ -61,19 +64,8 @@ def _scratch(d_latent: int) -> Any:
 
 
 def smem_bytes(d_latent: int) -> int:
-    """Shared memory of a CTA, in whole `SMEM_ALIGN`, one of them for barriers."""
-    size = 4 * math.prod(_scratch(d_latent).shape)
-    return -(-size // SMEM_ALIGN) * SMEM_ALIGN + SMEM_ALIGN
-
-
-class _Split(NamedTuple):
-    """A split sequence: slots of its first and second piece (each further one's is 2 more)."""
-
-    seq: jax.Array
-    first_slot: jax.Array
-    rest: jax.Array
-    pieces: jax.Array
-    """Their number."""
+    """Shared memory of a CTA."""
+    return layouts.smem_bytes([_scratch(d_latent)])
 
 
 def _add_up(
@@ -81,7 +73,6 @@ def _add_up(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Maximum `[4]`, sum `[4]` and output `[4, width]`, each warp its own, of the `pieces` that it
     gets by `gather(i)`, `batch` at a time: of a row of its own, or its share of all warps' row."""
-    across = lambda x: lax.broadcast_in_dim(x, (GROUP, width), (0,))
 
     def step(index, carry):
         m, l, acc = carry
@@ -89,28 +80,20 @@ def _add_up(
         m_new = functools.reduce(jnp.maximum, [lse2 for lse2, _ in loaded], m)
         base = jnp.where(m_new == -jnp.inf, 0.0, m_new)
         alpha = jnp.exp2(m - base)
-        l, acc = l * alpha, acc * across(alpha)
+        l, acc = l * alpha, acc * across(alpha, width)
         for lse2, piece in loaded:
             weight = jnp.exp2(lse2 - base)
-            l, acc = l + weight, acc + across(weight) * piece.astype(jnp.float32)
+            l, acc = l + weight, acc + across(weight, width) * piece.astype(jnp.float32)
         return m_new, l, acc
 
     full = lambda value: plgpu.layout_cast(jnp.full((GROUP,), value), _tile(width).reduce(1))
-    start = full(-jnp.inf), full(0.0), across(full(0.0))
+    start = full(-jnp.inf), full(0.0), across(full(0.0), width)
     return lax.fori_loop(0, lax.div(pieces + (batch - 1), jnp.int32(batch)), step, start)
-
-
-def _finish(m: jax.Array, l: jax.Array, sink: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Log-sum-exp, base 2, and what the output is to be multiplied by."""
-    empty = l == 0.0
-    lse2 = jnp.where(empty, -jnp.inf, m + jnp.log2(jnp.where(empty, 1.0, l)))
-    factor = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, l))
-    return lse2, factor if sink is None else with_sink(factor, lse2, sink)
 
 
 def _merge_group(
     gmem: Any,
-    split: _Split,
+    split: Split,
     group: jax.Array,
     part: jax.Array,
     width: int,
@@ -124,17 +107,15 @@ def _merge_group(
     tile, load = _tile(width), functools.partial(plgpu.load, optimized=False)
 
     def gather(i):
-        none = jnp.where(i < split.pieces, 0.0, -jnp.inf)
-        i = jnp.minimum(i, split.pieces - 1)
-        slot = jnp.where(i == 0, split.first_slot, split.rest + 2 * (i - 1))
+        none, slot = jnp.where(i < split.pieces, 0.0, -jnp.inf), split.slot(i)
         lse2 = load(gmem.partial_lse2.at[slot, slots], layout=tile.reduce(1))
         return lse2 + none, load(gmem.partial.at[slot, slots, columns], layout=tile)
 
     m, l, acc = _add_up(split.pieces, gather, width, batch)
-    sink = None if gmem.sink is None else load(gmem.sink.at[slots], layout=tile.reduce(1))
-    lse2, factor = _finish(m, l, sink)
-    factor = lax.broadcast_in_dim(factor, acc.shape, (0,))
-    gmem.out[split.seq, group_rows, columns] = (acc * factor).astype(gmem.out.dtype)
+    factor, lse2 = Softmax(m, l).finish()
+    if gmem.sink is not None:
+        factor = with_sink(factor, lse2, load(gmem.sink.at[slots], layout=tile.reduce(1)))
+    gmem.out[split.seq, group_rows, columns] = (acc * across(factor, width)).astype(gmem.out.dtype)
 
     @pl.when(part == 0)
     def _():
@@ -142,7 +123,7 @@ def _merge_group(
 
 
 def _merge_row(
-    gmem: Any, split: _Split, row: jax.Array, scratch: Any, row_tile: int, interpret: bool
+    gmem: Any, split: Split, row: jax.Array, scratch: Any, row_tile: int, interpret: bool
 ) -> None:
     """One row, its pieces over the warps, which meet in `scratch`."""
     _, rows, d_latent = gmem.out.shape
@@ -150,10 +131,9 @@ def _merge_row(
     gather = lambda i: warps.load_pieces(
         gmem.partial,
         gmem.partial_lse2,
-        (split.first_slot, split.rest),
+        split,
         slot,
         i * warps.WARPS,
-        split.pieces,
         tile,
         interpret=interpret,
     )
@@ -164,7 +144,9 @@ def _merge_row(
     base = jnp.where(m == -jnp.inf, 0.0, m)
     weights = [jnp.exp2(x - base) for x in ms]
     total = lambda parts: functools.reduce(jnp.add, map(jnp.multiply, weights, parts))
-    lse2, factor = _finish(m, total(ls), None if gmem.sink is None else gmem.sink[slot])
+    factor, lse2 = Softmax(m, total(ls)).finish()
+    if gmem.sink is not None:
+        factor = with_sink(factor, lse2, gmem.sink[slot])
     gmem.out[split.seq, row] = (total(accs) * factor).astype(gmem.out.dtype)
     gmem.lse[split.seq, slot] = lse2 * LN2
 
@@ -219,8 +201,7 @@ def merge(
 
         def run(item):
             merge, _ = merge_of(item)
-            columns_of_merge = (MERGE_SEQ, MERGE_SLOT, MERGE_REST, MERGE_PIECES)
-            split = _Split(*(gmem.parts[merge, i] for i in columns_of_merge))
+            split = Split.read(gmem.parts, merge)
             of_merge = lax.rem(item, jnp.int32(rows))
 
             def few():

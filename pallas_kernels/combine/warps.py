@@ -12,6 +12,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.hopper.inline import inline_mgpu
+from pallas_kernels.hopper.pieces import Split
 from pallas_kernels.hopper.threads import const, warp_and_lane
 
 WARPS = 4
@@ -23,28 +24,22 @@ multiples of 32 bytes, as vectors of 8 have to."""
 def load_pieces(
     partial: Any,
     partial_lse2: Any,
-    slots: tuple[jax.Array, jax.Array],
+    split: Split,
     place: jax.Array,
     first: jax.Array,
-    pieces: jax.Array,
     tile: Any,
     *,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Pieces `first` to `first + 3` of one row, one a warp: log-sum-exp `[4]`, -inf behind the last
-    piece, and output `[4, C]`.
-
-    `slots` are those of the sequence's first and second piece, and each further one's is 2 more;
-    `place` is the row's there.
-    """
+    """Pieces `first` to `first + 3` of one row, which is number `place` of their slots, one a warp:
+    log-sum-exp `[4]`, -inf behind the last piece, and output `[4, C]`."""
     _, _, width = partial.shape
     if interpret:
         index = first + jnp.arange(WARPS)
-        kept = jnp.minimum(index, pieces - 1)
-        of_pieces = jnp.where(kept == 0, slots[0], slots[1] + 2 * (kept - 1))
+        of_pieces = split.slot(index)
         lse2 = jnp.stack([partial_lse2[of_pieces[i], place] for i in range(WARPS)])
         out = jnp.stack([partial[of_pieces[i], place] for i in range(WARPS)])
-        return jnp.where(index < pieces, lse2, -jnp.inf), out
+        return jnp.where(index < split.pieces, lse2, -jnp.inf), out
     splat, per_row = plgpu.Layout.WG_SPLAT(()), tile.reduce(1)
     results = (
         plgpu.ShapeDtypeStruct((WARPS,), jnp.float32, layout=per_row),
@@ -58,7 +53,7 @@ def load_pieces(
         f32, element = ir.F32Type.get(), ir.MemRefType(partial.type).element_type
         _, rows, _ = ir.MemRefType(partial.type).shape
         warp, lane = warp_and_lane()
-        index = arith.addi(first, warp)
+        index = arith.addi(first, warp)  # `Split.slot`
         exists = arith.cmpi(arith.CmpIPredicate.slt, index, pieces)
         index = arith.minsi(index, arith.subi(pieces, const(1)))
         later = arith.addi(rest, arith.muli(arith.subi(index, const(1)), const(2)))
@@ -87,7 +82,7 @@ def load_pieces(
             FragmentedArray(_registers=out, _layout=layout, _is_signed=None),
         )
 
-    return load(partial, partial_lse2, *slots, place, first, pieces)
+    return load(partial, partial_lse2, split.first_slot, split.rest, place, first, split.pieces)
 
 
 def exchange(

@@ -16,11 +16,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.formats import FORMATS
 from pallas_kernels.hopper.inline import keep_in_l2
+from pallas_kernels.hopper.layouts import smem_bytes
 from pallas_kernels.hopper.limits import (
     BLOCK_KV,
     BLOCK_M,
     LAUNCH_REGISTERS,
-    SMEM_ALIGN,
     SMEM_BYTES,
 )
 from pallas_kernels.hopper.row_tiles import num_tiles, row_of_slots
@@ -139,14 +139,8 @@ class DecodeConfig(abc.ABC):
         """The barriers, by name; the kernel's header says who arrives and who waits."""
 
     def smem_bytes(self) -> int:
-        """Shared memory of a CTA: each buffer rounded up to its alignment, and the barriers."""
-        total = 0
-        for buffer in self.smem().values():
-            size = jnp.dtype(buffer.dtype).itemsize
-            for extent in buffer.shape:
-                size *= extent
-            total += -(-size // SMEM_ALIGN) * SMEM_ALIGN
-        return total + SMEM_ALIGN
+        """Shared memory of a CTA."""
+        return smem_bytes(self.smem().values())
 
     def refusal(self) -> str:
         """Which requirement the call does not meet; empty if it meets all."""

@@ -1,8 +1,14 @@
 """Register and shared-memory layouts that the kernels share."""
 
+import math
+from collections.abc import Iterable
+from typing import Any
+
 import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.limits import SMEM_ALIGN
 
 WGMMA = plgpu.Layout.WGMMA
 """Accumulator of a wgmma: warp w of the warpgroup holds rows 16w .. 16w + 15."""
@@ -28,6 +34,12 @@ def tiled(cols: int, itemsize: int) -> tuple[plgpu.Transform, ...]:
         plgpu.TilingTransform((8, swizzle // itemsize)),  # pyright: ignore[reportAbstractUsage]
         plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
     )
+
+
+def smem_bytes(buffers: Iterable[Any]) -> int:
+    """Shared memory of a CTA: each buffer rounded up to its alignment, and the barriers."""
+    sizes = (math.prod(x.shape) * jax.numpy.dtype(x.dtype).itemsize for x in buffers)
+    return sum(-(-size // SMEM_ALIGN) * SMEM_ALIGN for size in sizes) + SMEM_ALIGN
 
 
 def across(row_values: jax.Array, cols: int) -> jax.Array:

@@ -9,6 +9,9 @@ SMEM_BYTES = 232_448
 SMEM_ALIGN = 1024
 """Every shared-memory scratch starts on such a boundary (swizzle atom of 8 rows x 128 bytes)."""
 
+SM_REGISTERS = 65_536
+"""Registers of an SM."""
+
 LAUNCH_REGISTERS = 168
 """Registers per thread that a CTA of three warpgroups starts with: 65,536 / 384, rounded down to
 8s. `setmaxnreg` moves registers between its warpgroups and cannot exceed three times this."""

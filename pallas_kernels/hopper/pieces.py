@@ -1,15 +1,25 @@
-"""What of the plan a CTA works on: its part's share of each sequence."""
+"""What of the plan a CTA works on: its part's share of each sequence; of the combine's, a split
+sequence."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper.limits import BLOCK_KV
-from pallas_kernels.hopper.plan import END_SEQ, END_TILE, SEQ, TILE
+from pallas_kernels.hopper.plan import (
+    END_SEQ,
+    END_TILE,
+    MERGE_PIECES,
+    MERGE_REST,
+    MERGE_SEQ,
+    MERGE_SLOT,
+    SEQ,
+    TILE,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,3 +102,26 @@ class Part:
 
         first_seq, *_ = self.cut
         return lax.while_loop(more, step, (first_seq, init))[1]
+
+
+class Split(NamedTuple):
+    """A split sequence of the plan's list, and where the results of its pieces are."""
+
+    seq: jax.Array
+    first_slot: jax.Array
+    """Of the first piece."""
+    rest: jax.Array
+    """Slot of the second piece; each further one's is 2 more."""
+    pieces: jax.Array
+    """Their number."""
+
+    @staticmethod
+    def read(parts: Any, index: jax.Array) -> "Split":
+        """Number `index` of the list."""
+        columns = MERGE_SEQ, MERGE_SLOT, MERGE_REST, MERGE_PIECES
+        return Split(*(parts[index, column] for column in columns))
+
+    def slot(self, piece: jax.Array) -> jax.Array:
+        """The slot of a piece; of the last one if there is none of this number."""
+        piece = jnp.minimum(piece, self.pieces - 1)
+        return jnp.where(piece == 0, self.first_slot, self.rest + 2 * (piece - 1))

@@ -87,6 +87,13 @@ def test_faults(old, new, fault):
     assert found == ([] if fault is None else [f"decode_dense: {fault}"])
 
 
+def test_more_registers_than_declared_are_a_fault():
+    dump = CLEAN.replace("Used 54 registers", "Used 129 registers")
+    assert compile_report.judge(variants.DecodeDense(), aot.parse(dump), dump) == [
+        "combine: takes 129 registers, the config allows 128"
+    ]
+
+
 def test_silent_failures_are_faults():
     """Mosaic reports some only in its log, and XLA goes on."""
     judge = lambda dump: compile_report.judge(variants.DecodeDense(), aot.parse(dump), dump)

@@ -13,6 +13,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.combine import kernel, warps
+from pallas_kernels.hopper.pieces import Split
 from tests.kernels import addresses
 from tests.kernels.addresses import LANE, THREAD, WARP, array, source
 
@@ -36,9 +37,8 @@ def test_load_pieces(width, first, pieces, monkeypatch):
     ]
     partial = types.SimpleNamespace(shape=(300, rows, width), dtype=jnp.dtype("float16"))
     tile = kernel._tile(width)
-    call = lambda: warps.load_pieces(
-        partial, None, (None, None), None, None, None, tile, interpret=False
-    )
+    split = Split(*(None,) * 4)  # the scalars below, in the end
+    call = lambda: warps.load_pieces(partial, None, split, None, None, tile, interpret=False)
     refs = [(partial.shape, "f16", [rows * width, width, 1]), (partial.shape[:2], "f32", [rows, 1])]
     built = addresses.Built(monkeypatch, call, (*refs, *scalars), warps)
     (lse2, out), loads = built.result, dict(built.loads)

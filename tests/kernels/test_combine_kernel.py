@@ -14,8 +14,6 @@ from tests import oracle, tolerances
 from tests.kernels import simulator
 from tests.kernels.test_plan import num_tiles, pieces_of, planner
 
-MIXED = (70, 6000, 0, 1500, 500)
-
 
 def inputs(lens, rows, d_latent, num_sms, row_tile=BLOCK_M, dtype=jnp.bfloat16):
     """Partial results of each piece of a split sequence; all else is poisoned.
