@@ -32,8 +32,8 @@ from pallas_kernels.hopper.row_tiles import slot_of
 from pallas_kernels.hopper.softmax import LN2, Softmax, with_sink
 
 # MEASURED: H200, 128 heads, us at (128, 4096) with two queries, (16, 32768), (1, 131072): 9.6, 6.7,
-# 4.2 before the last edits, and 1.3 where no sequence was split; entries 22, 27, 30 and 32 of the record in
-# docs/decode_dense.md have what else was tried.
+# 4.2 before the last edits, and 1.3 where no sequence was split; entries 22, 27, 30 and 32 of the
+# record in docs/decode_dense.md have what else was tried.
 GROUP = warps.WARPS
 """Rows that a warpgroup merges together, one a warp, unless there are many pieces."""
 COLUMN_PARTS = 4
