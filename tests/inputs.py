@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mla_jax import LatentCache, dispatch, init_cache
+from pallas_kernels.hopper import plan
+from pallas_kernels.hopper.limits import BLOCK_M
 
 WILD = (2147480000, -1, -2147483648, 2147483647)
 """What stands in block table entries that no token needs."""
@@ -44,6 +46,12 @@ class DecodeCase:
     @property
     def args(self):
         return self.q_latent, self.q_rope, self.cache, self.block_table, self.seq_lens
+
+    @property
+    def one_part(self):
+        """The parts array of a plan that splits nothing: one CTA takes all sequences."""
+        # So many rows that their tiles take every SM.
+        return plan.divide(self.seq_lens, rows=plan.num_sms() * BLOCK_M)
 
 
 def decode_case(
@@ -83,7 +91,8 @@ def decode_case(
     # A few sizes only, so that few programs are compiled.
     padded = np.pad(live, (0, -len(live) % 256), constant_values=-1)
     token = lambda channels: values(rng, len(padded), channels, dtype=dtype)
-    cache = _append(cache, token(kv_lora_rank), token(rope_dim), padded)
+    if slots:
+        cache = _append(cache, token(kv_lora_rank), token(rope_dim), padded)
     q = lambda channels: values(rng, len(lens), s_q, h_q, channels, dtype=dtype) * 10
     return DecodeCase(
         q(kv_lora_rank),

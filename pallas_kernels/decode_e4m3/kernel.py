@@ -13,10 +13,14 @@ m follows the running maximum of the scores, v that of the scales, both with sla
 of q.
 
 A CTA owns 64 rows and one part of the plan: a run of key tiles (64 tokens) that may begin and end
-inside a sequence. A sequence's tiles are taken last to first, in pairs; a last one without a
-partner is loaded twice and masked once. The math warpgroups go in step: each has the scores and the
-softmax of one tile of the pair, and all rows of one half of the output's channels, transposed
+inside a sequence. A sequence's tiles are taken last to first, in pairs. The math warpgroups go in
+step: each has the scores and the softmax of one tile of the pair, and all rows of one half of the
+output's channels, transposed
 (`hopper.fp8`): O^T[d, r] += V^T[d, j] P^T[j, r] over both tiles.
+
+A last tile without a partner is its own: loaded twice, the second one's P is what rounding has left
+of the first one's. So sequences of a single tile, in which errors of few tokens do not average out,
+have P in two terms.
 
 Timeline of a pair, time running down, mma_wg0 and mma_wg1 alike (tile 0 and 1 of the pair):
 
@@ -149,7 +153,7 @@ def _load_wg(cta: Cta) -> None:
             stage = cta.stage(count + i)
             empty = lambda: plgpu.barrier_wait(bar.k_empty.at[stage])
             pl.when(count + i >= config.num_stages)(empty)
-            # A last tile without a partner is loaded twice; no row sees the second.
+            # A last tile without a partner is loaded twice.
             load_tile(piece, jnp.maximum(piece.end - 1 - i, piece.begin), stage)
 
         lax.fori_loop(0, loads, load, None)
@@ -191,7 +195,7 @@ def _math_wg(wg: int, cta: Cta) -> None:
             live = piece.seq_len - tile * BLOCK_KV
             plgpu.barrier_wait(bar.k_full.at[own])
             s, v_scale = _scores(cta, own, piece.seq_len + index)
-            s, v_scale = _mask(cta, s, v_scale, jnp.where(index < piece.tiles, live, 0))
+            s, v_scale = _mask(cta, s, v_scale, live)
             pl.when(live < BLOCK_KV)(lambda: _zero_dead_tokens(cta, own, live))
             row_max = s.max(axis=1) * factor
             scale_max = fp8.max_over_columns(v_scale, interpret=interpret)
@@ -209,11 +213,17 @@ def _math_wg(wg: int, cta: Cta) -> None:
             smem.alpha[wg] = alpha
             vote(smem.votes.at[wg], 1.0 - alpha, interpret=interpret)
             p = jnp.exp2(s * across(factor, BLOCK_KV) - across(softmax.m, BLOCK_KV))
-            softmax = softmax.add(p)
+            again = index >= piece.tiles  # the tile is its own partner, mma_wg0's too
+            add = lambda softmax=softmax: softmax.add(p)
+            softmax = add() if wg == 0 else lax.cond(again, lambda: softmax, add)
             # Read again, rather than kept; what stands behind the end has p = 0, but may be NaN.
             v_scale = _token_scales(cta, own)[0] * (config.p_max / softmax.scale)
             v_scale = fp8.at_most(v_scale, E4M3_MAX, interpret=interpret)
-            _publish(cta, wg, p * down(v_scale, BLOCK_M))
+            p *= down(v_scale, BLOCK_M)
+            if wg == 1:
+                left = functools.partial(fp8.rounding_error, terms=terms)
+                p = lax.cond(again, left, lambda p: p, p)
+            _publish(cta, wg, p)
             v_own = value(own) if v_own is None else v_own
             accs = _rescale(cta, wg, accs)
             p_t = lambda i, j: smem.p.at[i * terms + j + zero, pl.ds(0, config.tile_rows)].T

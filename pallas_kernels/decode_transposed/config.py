@@ -89,10 +89,14 @@ class Config(DecodeConfig):
     @property
     def spill_bytes(self) -> int:
         """Spills the compile gate accepts: where an output of 24 or 32 columns leaves widened
-        operands too little room, mostly of sums and of addresses; and where `load_wg` has four
-        pages, a tile ahead, and the addresses of their scales in its 24 registers."""
+        operands too little room, mostly of sums and of addresses (docs/decode_transposed.md has
+        what that takes); in e4m3 where row tiles overlap, of addresses, outside the loop over key
+        tiles; and where `load_wg` has four pages, a tile ahead, and the addresses of their scales
+        in its 24 registers."""
         if self.widened and not self.loads_ahead and self.d_latent == 512:
             return 400
+        if self.in_e4m3 and self.row_tiles > 1 and self.rows % self.row_tile:
+            return 32
         return 4 if self.scaled and self.pages_per_tile > 2 else 0
 
     @property

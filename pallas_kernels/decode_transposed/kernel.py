@@ -41,7 +41,9 @@ The maximum of a column is over all four warps of a warpgroup, by way of its own
 (`hopper.columns`).
 
 From `fp8_token` and `fp8_full` caches both products are of e4m3 operands, as `decode_e4m3` has
-them: V^T goes through registers, P has the tokens' scales in it (`products.py`). From `fp8_ds_mla`
+them: V^T goes through registers, P has the tokens' scales in it (`products.py`); and a single tile
+is taken twice, by one math warpgroup each, the second P being what rounding has left of the first
+one's. From `fp8_ds_mla`
 caches they are of float16 operands, made of e4m3 on the way from the ring to the registers: K and
 V^T both. The scales are factors of S and are in P. A stage is released as soon as the last values
 are in registers.
@@ -134,6 +136,16 @@ class Cta:
         once (`shared_rows`)."""
         return first_row(self.row_index, self.config.rows, self.config.row_tile)
 
+    def takes(self, piece: Piece) -> jax.Array:
+        """How many tiles of a piece are taken: in e4m3 a single one is taken twice."""
+        return jnp.where(piece.tiles == 1, 2, piece.tiles) if self.config.in_e4m3 else piece.tiles
+
+    def tile(self, piece: Piece, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The one that is taken after `index` others of the piece, and whether again."""
+        tile = piece.end - 1 - index
+        again = tile < piece.begin
+        return jnp.maximum(tile, piece.begin) if self.config.in_e4m3 else tile, again
+
     @property
     def rows(self) -> Any:
         """The rows of the tile, among those of the sequence."""
@@ -165,16 +177,17 @@ class Cta:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """One math warpgroup's tiles of a piece: every other one, `tiles` of them from `first` on."""
+    """One math warpgroup's tiles of a piece: of those that are taken every other one, `tiles` of
+    them from `first` on."""
 
     first: jax.Array
     tiles: jax.Array
 
     @staticmethod
-    def of(wg: int | jax.Array, count: jax.Array, piece: Piece) -> "Share":
-        """That of math warpgroup `wg` when `count` tiles have been before the piece's."""
+    def of(wg: int | jax.Array, count: jax.Array, tiles: jax.Array) -> "Share":
+        """That of math warpgroup `wg` of `tiles` when `count` have been before these."""
         first = lax.rem(count + wg, jnp.int32(2))
-        return Share(first, lax.div(piece.tiles - first + 1, jnp.int32(2)))
+        return Share(first, lax.div(tiles - first + 1, jnp.int32(2)))
 
     def index(self, i: jax.Array) -> jax.Array:
         """The place among the piece's tiles of this warpgroup's tile number `i`."""
@@ -213,10 +226,11 @@ def _load_wg(cta: Cta) -> None:
 
     def run(piece, carry):
         count, pieces = carry
+        tiles = cta.takes(piece)
         pages_of = lambda tile: tuple(piece.pages(gmem.block_table, tile, config.page_size))
 
         def load(i, pages_of_tile):
-            stage, tile = cta.stage(count + i), piece.end - 1 - i
+            stage, (tile, _) = cta.stage(count + i), cta.tile(piece, i)
             pl.when(count + i >= config.num_stages)(
                 lambda: plgpu.barrier_wait(bar.k_empty.at[stage])
             )
@@ -227,11 +241,11 @@ def _load_wg(cta: Cta) -> None:
             # with pages looked up when the stage is free.
             return pages_of(tile - 1)
 
-        @pl.when(piece.tiles > 0)
+        @pl.when(tiles > 0)
         def _():
-            lax.fori_loop(0, piece.tiles, load, pages_of(piece.end - 1))
+            lax.fori_loop(0, tiles, load, pages_of(piece.end - 1))
 
-        return count + piece.tiles, pieces + (piece.tiles > 0).astype(jnp.int32)
+        return count + tiles, pieces + (tiles > 0).astype(jnp.int32)
 
     count, pieces = cta.part.each_piece(run, (jnp.int32(0), jnp.int32(0)))
 
@@ -259,12 +273,13 @@ def _math_wg(cta: Cta) -> None:
 
     def run(piece, carry):
         count, pieces = carry
-        share = Share.of(wg, count, piece)
+        tiles = cta.takes(piece)
+        share = Share.of(wg, count, tiles)
 
         def step(i, carry, of_queries):
             halves, softmax = carry
             index = share.index(i)
-            stage, tile = cta.stage(count + index), piece.end - 1 - index
+            stage, (tile, again) = cta.stage(count + index), cta.tile(piece, index)
             live, last = piece.seq_len - tile * BLOCK_KV, i == share.tiles - 1
             plgpu.barrier_wait(bar.k_full.at[stage])
             zero = jnp.int32(0) if interpret else opaque_zero(piece.seq_len + index)
@@ -291,8 +306,10 @@ def _math_wg(cta: Cta) -> None:
                 plgpu.barrier_arrive(bar.k_empty.at[stage], predicate=jnp.logical_not(last))
 
             # The maxima were a meeting of the warps: none of them still multiplies with P.
-            halves = products.add_values(stage, zero, halves, p, factors, release)
-            return halves, softmax._replace(l=l + own_rows(p, largest=False))
+            halves = products.add_values(stage, zero, halves, p, factors, again, release)
+            add = lambda: l + own_rows(p, largest=False)
+            l_after = lax.cond(again, lambda: l, add) if config.in_e4m3 else add()
+            return halves, softmax._replace(l=l_after)
 
         def attend():
             of_queries = products.await_queries(piece.seq)
@@ -313,8 +330,8 @@ def _math_wg(cta: Cta) -> None:
             if side == 0:
                 _store_lse(cta, piece, full_columns(config.row_tile, -jnp.inf))
 
-        lax.cond(piece.tiles > 0, attend, lambda: by_side(zeros))
-        return count + piece.tiles, pieces + (piece.tiles > 0).astype(jnp.int32)
+        lax.cond(tiles > 0, attend, lambda: by_side(zeros))
+        return count + tiles, pieces + (tiles > 0).astype(jnp.int32)
 
     cta.part.each_piece(run, (jnp.int32(0), jnp.int32(0)))
 
@@ -358,7 +375,7 @@ def _finish(
 ) -> None:
     """Add up what both math warpgroups have, normalise and store one half of the output."""
     config, smem, bar, interpret = cta.config, cta.smem, cta.bar, cta.interpret
-    own, other = (Share.of(i, count, piece) for i in (wg, 1 - wg))
+    own, other = (Share.of(i, count, cta.takes(piece)) for i in (wg, 1 - wg))
     halves = cta.products(wg).true_size(halves, softmax.scales)
     l = columns.over_rows(softmax.l, smem.scratch.at[wg], largest=False, interpret=interpret)
     # The products of all warps have read V, and they the scratch.
@@ -380,7 +397,7 @@ def _finish(
         _store_lse(cta, piece, lse2)
     if config.has_sink:
         # Else its address would be made before the loop over the sequences, and spilled.
-        zero = jnp.int32(0) if interpret else opaque_zero(piece.seq_len)
+        zero = jnp.int32(0) if interpret else opaque_zero(pieces)
         (sink,) = load(cta.gmem.sink.at[pl.ds(cta.row_index + zero, 1)])
         inverse = lax.cond(piece.whole, lambda: with_sink(inverse, lse2, sink), lambda: inverse)
     mine, theirs = (down(factor * inverse, halves[wg][0].shape[0]) for factor in factors)

@@ -127,9 +127,9 @@ class In16Bits(Products):
         """Zero the rows of V from `live` on: what lies there may be NaN, and 0 x NaN is NaN."""
         zero_rows(self.views.latent.at[stage], live, interpret=self.interpret)
 
-    def add_values(self, stage, zero, halves, p, factors, release) -> tuple[Half, Half]:
+    def add_values(self, stage, zero, halves, p, factors, again, release) -> tuple[Half, Half]:
         """`halves` plus V^T P^T; `release` the stage."""
-        del factors
+        del factors, again
         config, wg = self.config, self.wg
         self.smem.p.at[wg].T[...] = p.astype(jnp.dtype(config.dtype))
         plgpu.commit_smem()
@@ -277,10 +277,12 @@ class InE4m3(ThroughRegisters):
         token_scales, *_ = self._live_scales(stage, live)
         return (token_scales * (self.config.p_max / scales[0]),)
 
-    def add_values(self, stage, zero, halves, p, factors, release) -> tuple[Half, Half]:
-        """`halves` plus V^T P^T, P times the tokens' `factors`; `release` the stage."""
+    def add_values(self, stage, zero, halves, p, factors, again, release) -> tuple[Half, Half]:
+        """`halves` plus V^T P^T, P times the tokens' `factors`, or, if `again`, what rounding has
+        left of that; `release` the stage."""
         config, smem, interpret = self.config, self.smem, self.interpret
         p = p * across(factors[0], config.row_tile)
+        p = lax.cond(again, fp8.rounding_error, lambda p: p, p)
         place = smem.p.at[self.wg]
         p = p.astype(jnp.float8_e4m3fn)
         columns.store_probabilities(place, p, config.p_transforms, interpret=interpret)
@@ -371,9 +373,10 @@ class Widened(ThroughRegisters):
         relative = zip(self._live_scales(stage, live), inverses, strict=True)
         return tuple(of_tokens * (self.config.p_max * inverse) for of_tokens, inverse in relative)
 
-    def add_values(self, stage, zero, halves, p, factors, release) -> tuple[Half, Half]:
+    def add_values(self, stage, zero, halves, p, factors, again, release) -> tuple[Half, Half]:
         """`halves` plus V^T P^T, P times each group's `factors` of the tokens; `release` the
         stage."""
+        del again
         config, smem, interpret = self.config, self.smem, self.interpret
         place = lambda group: self.wg * config.p_groups + group % config.p_groups
         accs = [*halves[0], *halves[1]]

@@ -57,6 +57,13 @@ def as_operand(p: jax.Array, *, interpret: bool) -> jax.Array:
     return relabel(p)
 
 
+def rounding_error(values: jax.Array, terms: int = 1) -> jax.Array:
+    """What is left of float32 values when `terms` times what is left is rounded to e4m3."""
+    for _ in range(terms):
+        values = values - values.astype(E4M3).astype(jnp.float32)
+    return values
+
+
 def load_transposed(tile: Any, pairs: Any, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
     """The even and the odd columns of an e4m3 tile `[tokens, columns]` as operands
     `[columns / 2, tokens]`; `pairs` is the tile's memory as `[tokens, columns / 2]` 16-bit

@@ -100,10 +100,26 @@ def test_small_pages_odd_heads_and_f16(format, monkeypatch):
     simulate(case, 2, monkeypatch)
 
 
+@pytest.mark.parametrize("format", CACHE_FORMATS)
+def test_nothing_but_empty_sequences(format, monkeypatch):
+    """No key is loaded: 0 and -inf, whatever the cache holds."""
+    sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
+    simulate(decode_case((0, 0, 0), format, **sizes), 2, monkeypatch)
+
+
+@pytest.mark.parametrize("format", CACHE_FORMATS)
+def test_errors_of_few_tokens(format, monkeypatch):
+    """They do not average out; a lone tile is its own partner, for a second term of P."""
+    sizes = {"h_q": 16, "page_size": 16, "kv_lora_rank": 512, "rope_dim": 64}
+    case = decode_case((2, 2, 3, 1, 5, 64, 30), format, **sizes)
+    within = tolerances.E4M3_SHORT_OUT, tolerances.E4M3_LSE
+    simulate(case, 2, monkeypatch, within=within)
+
+
 def test_lengths_that_the_table_has_no_place_for(monkeypatch):
     """The tokens behind the table's last page do not exist; the plan knows nothing of that."""
     sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
-    case = decode_case((128, 640, 64), "fp8_token", max_pages=10, **sizes)
+    case = decode_case((128, 640, 64), "fp8_token", s_q=3, max_pages=10, **sizes)
     for wild in (2000, 2**31 - 1):
         lens = jnp.array([128, wild, 64], jnp.int32)
         simulate(dataclasses.replace(case, seq_lens=lens), 4, monkeypatch, expect=case)
@@ -192,8 +208,8 @@ def small():
         "fp8_token", "bfloat16", 256, 64, 16, 8, 1, True, has_sink=False, scale=inputs.SCALE
     )
     launch = functools.partial(decode.launch, config, interpret=simulator.PARAMS)
-    parts = jnp.array([[0, 0, 5, 0, 0, -1]], jnp.int32)
-    return SimpleNamespace(simulation=simulator.Simulation(launch), args=(*case.args, parts))
+    args = (*case.args, case.one_part)
+    return SimpleNamespace(simulation=simulator.Simulation(launch), args=args)
 
 
 def test_no_false_alarm():

@@ -76,6 +76,17 @@ def check(case, *, scale=inputs.SCALE, causal=True, attn_sink=None):
     return out, lse
 
 
+@pytest.mark.parametrize("h_q", [4, 16, 32])
+@pytest.mark.parametrize("format", E4M3_FORMATS)
+def test_errors_of_few_tokens_in_e4m3(format, h_q):
+    """They do not average out; a single tile is taken twice, for a second term of P."""
+    case = decode_case((2,) * 24 + tuple(range(65)), h_q, page_size=16, format=format)
+    out, lse = compiled()(*case.args)
+    expected_out, expected_lse = oracle.decode(*case.args, scale=inputs.SCALE)
+    tolerances.check("out", out, expected_out, tolerances.E4M3_SHORT_OUT)
+    tolerances.check("lse", lse, expected_lse, tolerances.E4M3_LSE)
+
+
 CASES = pairwise(
     HEADS_AND_QUERIES,
     page_size=(16, 32, 64, 128),
@@ -237,7 +248,7 @@ def test_plan_changes_nothing_but_who_adds_up(h_q):
 
 def test_lengths_that_the_table_has_no_place_for():
     sizes = {"h_q": 16, "page_size": 64, "kv_lora_rank": 512, "rope_dim": 64}
-    case = inputs.decode_case((64, 640, 3), max_pages=10, **sizes)
+    case = inputs.decode_case((64, 640, 3), s_q=3, max_pages=10, **sizes)
     out, lse = compiled()(*case.args[:4], case.seq_lens.at[1].set(20_000))
     wanted_out, wanted_lse = oracle.decode(*case.args, scale=inputs.SCALE)
     tolerances.check("out", out, wanted_out, tolerances.OUT[out.dtype.name])

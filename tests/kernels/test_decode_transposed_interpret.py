@@ -201,10 +201,21 @@ def test_a_plan_for_larger_row_tiles(monkeypatch):
     simulate(case, 2, monkeypatch, given_plan=SimpleNamespace(parts=parts))
 
 
+@pytest.mark.parametrize("format", E4M3_FORMATS)
+def test_errors_of_few_tokens_in_e4m3(format, monkeypatch):
+    """They do not average out; a single tile is taken twice, for a second term of P."""
+    sizes = {"h_q": 16, "page_size": 16, "kv_lora_rank": 512, "rope_dim": 64}
+    case = decode_case((2, 2, 3, 1, 5, 64, 30), format, **sizes)
+    out, lse = run(case, 2, monkeypatch)
+    expected_out, expected_lse = oracle.decode(*case.args, scale=inputs.SCALE)
+    tolerances.check("out", out, expected_out, tolerances.E4M3_SHORT_OUT)
+    tolerances.check("lse", lse, expected_lse, tolerances.E4M3_LSE)
+
+
 def test_lengths_that_the_table_has_no_place_for(monkeypatch):
     """The tokens behind the table's last page do not exist; the plan knows nothing of that."""
     sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
-    case = inputs.decode_case((128, 640, 64), max_pages=10, **sizes)
+    case = inputs.decode_case((128, 640, 64), s_q=3, max_pages=10, **sizes)
     for wild in (2000, 2**31 - 1):
         lens = jnp.array([128, wild, 64], jnp.int32)
         simulate(dataclasses.replace(case, seq_lens=lens), 4, monkeypatch, expect=case)
