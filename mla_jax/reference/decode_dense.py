@@ -35,6 +35,7 @@ def mla_decode(
     s_q = q_latent.shape[1]
     capacity = block_table.shape[1] * cache.page_size
     chunk = min(CHUNK, capacity)
+    seq_lens = jnp.minimum(seq_lens, capacity)
     behind = jnp.arange(s_q)[::-1] if causal else jnp.zeros(s_q, jnp.int32)
     ends = seq_lens[:, None] - behind
 
@@ -44,8 +45,7 @@ def mla_decode(
         slots = jnp.where(positions < seq_lens[:, None], slots, -1)
         return slots, (positions < ends[..., None]) & (slots >= 0)[:, None]
 
-    longest = jnp.minimum(jnp.max(seq_lens, initial=0), capacity)
-    num_chunks = (longest + chunk - 1) // chunk
+    num_chunks = (jnp.max(seq_lens, initial=0) + chunk - 1) // chunk
     out, lse = finish(attend(q_latent, q_rope, cache, select, num_chunks, scale=scale))
     out = apply_sink(out, lse, attn_sink).astype(q_latent.dtype)
     return (out, lse.mT) if return_lse else out

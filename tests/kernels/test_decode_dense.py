@@ -141,12 +141,19 @@ def test_a_page_that_is_none_holds_no_token(entry):
     tolerances.check("lse", lse[0], expected_lse.T, tolerances.LSE)
 
 
-def test_lengths_that_make_no_sense_are_bounded():
-    """Longer than the table: what the table holds. Negative: nothing."""
-    case = inputs.decode_case((16, 16), max_pages=1, dtype=jnp.float32)
-    call = lambda lens: mla_decode(*case.args[:4], jnp.array(lens), scale=1.0, causal=False)
+@pytest.mark.parametrize("causal", [True, False])
+def test_lengths_that_make_no_sense_are_bounded(causal):
+    """Longer than the table: as long as that. Negative: nothing."""
+    case = inputs.decode_case((16, 16), s_q=3, max_pages=1, dtype=jnp.float32)
+    call = lambda lens: mla_decode(*case.args[:4], jnp.array(lens), scale=1.0, causal=causal)
     np.testing.assert_array_equal(call([1000, -(2**31)])[0], call([16, 0])[0])
     np.testing.assert_array_equal(call([1000, -(2**31)])[1], 0)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_nothing_but_empty_sequences(format):
+    out, lse = check(inputs.decode_case((0, 0), format=format))
+    assert (out == 0).all() and (lse == -jnp.inf).all()
 
 
 def test_empty_batch():

@@ -179,7 +179,7 @@ def test_negative_lengths_are_empty(format):
 @on_each_kernel
 def test_lengths_that_the_table_has_no_place_for(format):
     sizes = {"h_q": 16, "page_size": 64, "kv_lora_rank": 512, "rope_dim": 64, "format": format}
-    case = inputs.decode_case((64, 640, 3), max_pages=10, **sizes)
+    case = inputs.decode_case((64, 640, 3), s_q=3, max_pages=10, **sizes)
     out, lse = compiled()(*case.args[:4], case.seq_lens.at[1].set(20_000))
     wanted_out, wanted_lse = oracle.decode(*case.args, scale=inputs.SCALE)
     tolerances.check("out", out, wanted_out, tolerances.OUT[out.dtype.name])

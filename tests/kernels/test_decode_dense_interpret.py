@@ -142,7 +142,7 @@ def test_one_part_has_neither_pieces_nor_combine(num_sms, monkeypatch):
 def test_lengths_that_the_table_has_no_place_for(format, monkeypatch):
     """The tokens behind the table's last page do not exist; the plan knows nothing of that."""
     sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64, "format": format}
-    case = inputs.decode_case((128, 640, 64), max_pages=10, **sizes)
+    case = inputs.decode_case((128, 640, 64), s_q=3, max_pages=10, **sizes)
     for wild in (2000, 2**31 - 1):
         lens = jnp.array([128, wild, 64], jnp.int32)
         simulate(dataclasses.replace(case, seq_lens=lens), 4, monkeypatch, expect=case)
