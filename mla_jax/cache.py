@@ -83,7 +83,7 @@ def check_cache(cache: Any) -> CacheFormat:
     """
     if not isinstance(cache, LatentCache):
         raise TypeError(
-            f"`cache` is a {type(cache).__name__}: must be a LatentCache, see init_cache"
+            f"`cache` is of type {type(cache).__name__}: must be a LatentCache, see init_cache"
         )
     check_choice("cache.format", cache.format, tuple(FORMATS))
     cache_format = FORMATS[cache.format]

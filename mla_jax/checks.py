@@ -27,7 +27,7 @@ def check_array(name: str, x: Any, layout: str, **sizes: int) -> tuple[int, ...]
     `layout` names the axes, as in `"b s_q h_q c"`; `sizes` fixes some of them.
     """
     if not isinstance(x, jax.Array | np.ndarray):
-        raise TypeError(f"`{name}` is a {type(x).__name__}: must be an array [{layout}]")
+        raise TypeError(f"`{name}` is of type {type(x).__name__}: must be an array [{layout}]")
     axes = layout.split()
     if x.ndim != len(axes):
         raise ValueError(
@@ -74,7 +74,7 @@ def check_integer(name: str, x: Any) -> None:
 
 
 def check_scale(name: str, scale: Any) -> None:
-    """Check that `scale` is a real number or an array of no axes."""
+    """Check that `scale` is a real number or a floating array of no axes."""
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real | jax.Array | np.ndarray):
         raise TypeError(f"`{name}` is {scale!r}: must be a real number")
     if isinstance(scale, numbers.Real):
@@ -83,7 +83,9 @@ def check_scale(name: str, scale: Any) -> None:
         return
     check_array(name, scale, "")
     if not jnp.issubdtype(scale.dtype, jnp.floating):
-        raise TypeError(f"`{name}` is {scale.dtype}: must be a real number")
+        raise TypeError(
+            f"`{name}` is {scale.dtype}: an array must be of a floating dtype, cast it to float32"
+        )
 
 
 def as_int32(x: Any) -> Int[Array, "*axes"]:

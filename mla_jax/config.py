@@ -156,7 +156,7 @@ class MLAConfig:
         except ValueError as error:
             raise ValueError(f"{file}: not a JSON file: {error}") from error
         if not isinstance(values, dict):
-            raise ValueError(f"{file}: holds a {type(values).__name__}, must hold an object")
+            raise ValueError(f"{file}: is of type {type(values).__name__}, must be a JSON object")
         return cls.from_dict(values, source=str(file))
 
     @classmethod

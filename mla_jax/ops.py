@@ -187,7 +187,8 @@ def mla_decode(
         block_table: page of the i-th `page_size` tokens of each sequence. Entries that no token
             needs may hold anything. A token whose entry is not a page of the cache is not seen by
             the reference; what a kernel sees in its place is undefined.
-        seq_lens: tokens of each sequence in the cache, the `s_q` new ones included; 0 is legal.
+        seq_lens: tokens of each sequence in the cache, the `s_q` new ones included; 0 is legal. A
+            sequence has no more of them than its row of `block_table` has places for.
         scale: factor of the scores.
         causal: query `i` sees the keys before `seq_lens - (s_q - 1 - i)`; otherwise all see all.
         attn_sink: logit per head that takes part in the softmax and has no value:
@@ -201,7 +202,8 @@ def mla_decode(
         `out`, or `(out, lse)`.
 
     Raises:
-        ValueError: shapes that do not fit together, or a plan for another step.
+        ValueError: shapes that do not fit together, or a plan for another `b`, `s_q`, `h_q` or page
+            size. That it was made from these `seq_lens` is not checked.
         TypeError: wrong dtypes or kinds; a cache whose arrays are not what its format declares.
         NotImplementedError: no implementation of those named can serve the call.
     """
@@ -213,7 +215,7 @@ def mla_decode(
     _check_flag("return_lse", return_lse)
     if plan is not None:
         if not isinstance(plan, DecodePlan):
-            raise TypeError(f"`plan` is a {type(plan).__name__}: must be a DecodePlan")
+            raise TypeError(f"`plan` is of type {type(plan).__name__}: must be a DecodePlan")
         s_q = q_latent.shape[1]
         plan.check(batch=b, num_heads=h_q, q_len=s_q, page_size=cache.page_size)
     return dispatch.call(
@@ -447,7 +449,9 @@ def _stack(name: str, parts: Any) -> Array | np.ndarray:
             check_same_dtype(f"{name}[{i}]", part, f"{name}[0]", parts[0])
         return jnp.stack(parts)
     if not isinstance(parts, jax.Array | np.ndarray):
-        raise TypeError(f"`{name}` is a {type(parts).__name__}: must be an array or a list of them")
+        raise TypeError(
+            f"`{name}` is of type {type(parts).__name__}: must be an array or a list of them"
+        )
     return parts
 
 
@@ -467,7 +471,9 @@ def _check_query_pair(q_latent: Any, q_rope: Any, rows: str, *, c: int, r: int) 
 
 def _check_flag(name: str, value: Any) -> None:
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"`{name}` is a {type(value).__name__}: must be True or False, not traced")
+        raise TypeError(
+            f"`{name}` is of type {type(value).__name__}: must be True or False, not traced"
+        )
 
 
 def _as_sink(attn_sink: Any, h_q: int) -> Float[Array, " h_q"] | None:

@@ -88,12 +88,12 @@ def test_numpy_arguments_are_fine(call):
         (
             lambda: decode(cache=CACHE.latent),
             TypeError,
-            "`cache` is a ArrayImpl: must be a LatentCache, see init_cache",
+            "`cache` is of type ArrayImpl: must be a LatentCache, see init_cache",
         ),
         (
             lambda: decode(cache=LatentCache(CACHE.latent, CACHE.rope, None, format="fp8_full")),
             TypeError,
-            "`cache.scale` is a NoneType: must be an array [p ps n]",
+            "`cache.scale` is of type NoneType: must be an array [p ps n]",
         ),
         (
             lambda: decode(cache=jax.tree.map(lambda x: jnp.stack([x, x]), CACHE)),
@@ -113,7 +113,7 @@ def test_numpy_arguments_are_fine(call):
         (
             lambda: decode(seq_lens=[1, 2]),
             TypeError,
-            "`seq_lens` is a list: must be an array [b]",
+            "`seq_lens` is of type list: must be an array [b]",
         ),
         (
             lambda: decode(seq_lens=zeros(2, 1, dtype=int)),
@@ -130,12 +130,12 @@ def test_numpy_arguments_are_fine(call):
         (
             lambda: decode(scale=jnp.int32(3)),
             TypeError,
-            "`scale` is int32: must be a real number",
+            "`scale` is int32: an array must be of a floating dtype, cast it to float32",
         ),
         (
             lambda: jax.jit(lambda c: decode(causal=c))(True),
             TypeError,
-            "`causal` is a DynamicJaxprTracer: must be True or False, not traced",
+            "`causal` is of type DynamicJaxprTracer: must be True or False, not traced",
         ),
         (
             lambda: decode(attn_sink=zeros(4)),
@@ -147,7 +147,7 @@ def test_numpy_arguments_are_fine(call):
             TypeError,
             f"`attn_sink` is int64: {FLOATS}",
         ),
-        (lambda: decode(plan=3), TypeError, "`plan` is a int: must be a DecodePlan"),
+        (lambda: decode(plan=3), TypeError, "`plan` is of type int: must be a DecodePlan"),
         (
             lambda: decode(plan=plan_decode(ZEROS["seq_lens"], num_heads=5, page_size=16)),
             ValueError,
@@ -217,7 +217,7 @@ def test_numpy_arguments_are_fine(call):
         (
             lambda: merge_states(1, zeros(2, 3)),
             TypeError,
-            "`outs` is a int: must be an array or a list of them",
+            "`outs` is of type int: must be an array or a list of them",
         ),
         (lambda: merge_states([], []), ValueError, "`outs` is empty: must hold a part at least"),
         (

@@ -301,7 +301,7 @@ def append_to(latent, rope, scale, format):
                 LatentCache(FP8.latent, FP8.rope, None, format="fp8_token"), *tokens(), np.arange(5)
             ),
             TypeError,
-            "`cache.scale` is a NoneType: must be an array [p ps n]",
+            "`cache.scale` is of type NoneType: must be an array [p ps n]",
         ),
         (
             lambda: append(
@@ -315,7 +315,7 @@ def append_to(latent, rope, scale, format):
         (
             lambda: append((1, 2), *tokens(), np.arange(5)),
             TypeError,
-            "`cache` is a tuple: must be a LatentCache, see init_cache",
+            "`cache` is of type tuple: must be a LatentCache, see init_cache",
         ),
         (
             lambda: append(FP8, jnp.zeros((5, 192), jnp.float8_e4m3fn), tokens()[1], np.arange(5)),
@@ -345,7 +345,7 @@ def append_to(latent, rope, scale, format):
         (
             lambda: append(CACHE, *tokens(), [1, 2, 3, 4, 5]),
             TypeError,
-            "`slots` is a list: must be an array [t]",
+            "`slots` is of type list: must be an array [t]",
         ),
         (
             lambda: gather(CACHE, np.zeros((2, 3), int), np.zeros(2, int), dtype=jnp.int32),

@@ -69,7 +69,7 @@ def test_wheel_metadata(wheel):
     assert found["License-Expression"] == "Apache-2.0"
     assert "Typing :: Typed" in found.get_all("Classifier", [])
     assert found.get_payload().startswith("# mla-jax")
-    extras = {"aot", "bench", "cuda12", "cuda13", "docs", "test", "triton"}
+    extras = {"aot", "bench", "cuda12", "cuda13", "test", "triton"}
     assert set(found.get_all("Provides-Extra", [])) == extras
     jax = [line for line in found.get_all("Requires-Dist", []) if line.startswith("jax<")]
     assert jax == ["jax<0.12,>=0.11.2"]

@@ -277,7 +277,8 @@ def _check_prompts(prompts: Prompts, vocab_size: int) -> list[np.ndarray]:
     rows = prompts if isinstance(prompts, list | tuple) else np.asarray(prompts)
     if isinstance(rows, np.ndarray) and rows.ndim == 0:
         raise TypeError(
-            f"`prompts` is a {type(prompts).__name__}: must be token ids, [B, T] or a list of lists"
+            f"`prompts` is of type {type(prompts).__name__}: must be token ids, "
+            "[B, T] or a list of lists"
         )
     ids = [np.asarray(row) for row in rows]
     if not ids:

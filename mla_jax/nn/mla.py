@@ -210,7 +210,8 @@ class MultiHeadLatentAttention(nnx.Module):
           The output for the residual stream, and the cache with the new tokens in it.
 
         Raises:
-          ValueError: shapes that do not fit together, or a plan for another step.
+          ValueError: shapes that do not fit together, or a plan for another `b`, `s`, number of
+            heads or page size. That it was made from these `seq_lens` is not checked.
           TypeError, NotImplementedError: as `prefill`.
         """
         b, s = _check_inputs(x, self.config)

@@ -9,6 +9,35 @@ quarter of the columns of four rows, so that more SMs have something to do; of m
 pieces over its warps, which then meet in shared memory, so that a warp waits for memory less often.
 The warpgroups of the grid stride over all such items. A step without split sequences costs the
 launch only.
+
+Timeline of an item, time running down, all warps of the warpgroup alike:
+
+    few or some pieces: a row for each warp     many pieces: one row for all warps
+
+    load 2 (some: 8) pieces                     load 9 pieces, every fourth one for each warp
+    add them to m, l, acc                       add them to m, l, acc
+    ... until there are no more                 ... until there are no more
+                                                meet: scratch has been read
+                                                m, l, acc to the warp's row of scratch
+                                                meet: scratch is full
+                                                all m and l, all acc of the thread's own columns
+    out = acc / l, with the sink; lse           out of their sums, with the sink; lse
+
+Shared memory (d_latent 512), a stage for each warpgroup, also if only one is launched; m and l are
+in the 8 columns behind those of acc:
+
+    buffer      shape           dtype  stages    KiB
+    scratch     4 x 520         f32    2          17
+    barriers                                       1
+    sum                                           18
+
+Registers per thread: 128 at most, for two CTAs an SM.
+
+Barriers: none in shared memory. Warps meet at the hardware's barrier of their warpgroup
+(`warps.exchange`):
+
+    name               guards                            arrives x count        waits
+    warpgroup_barrier  scratch read; scratch full        each warp x 1          each warp
 """
 
 import functools
@@ -31,9 +60,9 @@ from pallas_kernels.hopper.plan import MERGE_SEQ
 from pallas_kernels.hopper.row_tiles import slot_of
 from pallas_kernels.hopper.softmax import LN2, Softmax, with_sink
 
-# MEASURED: H200, 128 heads, us at (128, 4096) with two queries, (16, 32768), (1, 131072): 9.6, 6.7,
-# 4.2 before the last edits, and 1.3 where no sequence was split; entries 22, 27, 30 and 32 of the
-# record in docs/decode_dense.md have what else was tried.
+# MEASURED: H200, 128 heads, us at (128, 4096) with two queries, (16, 32768), (1, 131072): 9.7, 6.8,
+# 4.4, and 1.3 where no sequence was split; 9.6, 6.4, 6.0 with many pieces merged as some are.
+# Entries 22, 27, 30 and 32 of the record in docs/decode_dense.md have what else was tried.
 GROUP = warps.WARPS
 """Rows that a warpgroup merges together, one a warp, unless there are many pieces."""
 COLUMN_PARTS = 4

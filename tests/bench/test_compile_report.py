@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import pytest
 
 from bench import aot, compile_report, variants
+from pallas_kernels.combine import kernel as combine
+from pallas_kernels.combine import warps
 from pallas_kernels.decode_dense.config import Config
 from pallas_kernels.decode_e4m3.config import Config as E4m3Config
 from pallas_kernels.decode_transposed.config import Config as TransposedConfig
@@ -245,3 +247,12 @@ def test_shared_memory_in_the_header_is_that_of_the_config(kernel, config):
         assert int(kib) == -(-size // SMEM_ALIGN) * SMEM_ALIGN // 1024, name
     assert total == sum(int(words[-1]) for words in table.values()) + SMEM_ALIGN // 1024
     assert total * 1024 == config.smem_bytes()
+
+
+def test_shared_memory_in_the_header_of_the_combine():
+    table = header_table("pallas_kernels.combine.kernel")
+    *_, width, _, warpgroups, kib = table["scratch"]
+    assert int(width) == 512 + warps.MARGIN and int(warpgroups) == combine.WARPGROUPS
+    total = int(table["sum"][0])
+    assert total == int(kib) + int(table["barriers"][0])
+    assert total * 1024 == combine.smem_bytes(512)

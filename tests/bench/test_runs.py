@@ -18,7 +18,7 @@ from bench import append, baselines, decode, inputs, measure, model_step, p_term
 from bench.shapes import GOALS, Shape
 from mla_jax.cli import app, console
 from pallas_kernels.hopper import plan
-from tests import oracle
+from tests import oracle, tolerances
 from tests.bench.ceilings import H200_MEASURED
 from tests.kernels import simulator
 
@@ -83,7 +83,7 @@ def test_expected_is_the_oracle(format):
         np.asarray(args.seq_lens),
         scale=inputs.SCALE,
     )
-    np.testing.assert_allclose(found, wanted, atol=1e-5, rtol=1e-4)
+    np.testing.assert_allclose(found, wanted, **tolerances.BENCH_EXPECTED)
 
 
 @pytest.mark.parametrize("format", ["bf16", "f16", "fp8_ds_mla", "fp8_token", "fp8_full"])

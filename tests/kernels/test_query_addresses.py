@@ -12,6 +12,7 @@ from jaxlib.mlir import ir
 
 from pallas_kernels.formats import MIN_SCALE, SCALE_TILE
 from pallas_kernels.hopper import queries
+from tests import tolerances
 from tests.kernels import addresses
 from tests.kernels.addresses import LANE, WARP, array, in_order_of_keys, source, swizzled
 
@@ -194,5 +195,6 @@ def test_sign_and_size(value):
     sign, size = queries.sign_and_size(None, jnp.float32(value))
     assert sign == np.sign(value) and size > 0
     if value:
-        np.testing.assert_allclose(sign * size, value * np.log2(np.e), rtol=1e-6)
+        expected = value * np.log2(np.e)
+        np.testing.assert_allclose(sign * size, expected, rtol=tolerances.SCALE_LOG2_RTOL)
         assert value < 0 or queries.sign_and_size(value, None) == (1.0, value * queries.LOG2E)

@@ -256,5 +256,5 @@ def test_files_that_are_no_config(tmp_path):
     with pytest.raises(ValueError, match=r"config\.json: not a JSON file: "):
         MLAConfig.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps([]))
-    with pytest.raises(ValueError, match=r"config\.json: holds a list, must hold an object$"):
+    with pytest.raises(ValueError, match=r"config\.json: is of type list, must be a JSON object$"):
         MLAConfig.from_pretrained(tmp_path)

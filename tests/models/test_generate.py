@@ -277,7 +277,7 @@ def test_no_page_belongs_to_two_sequences(page_size, growth):
             "abc",
             {},
             TypeError,
-            "`prompts` is a str: must be token ids, [B, T] or a list of lists",
+            "`prompts` is of type str: must be token ids, [B, T] or a list of lists",
         ),
         ([[1]], {"eos_id": 1.5}, TypeError, "`eos_id` is 1.5: must be an int"),
         (

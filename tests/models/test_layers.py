@@ -179,7 +179,7 @@ def test_injected_attention(x):
         (
             lambda layer, x, cache, table, seq_lens: layer.decode(x, None, table, seq_lens),
             TypeError,
-            "`cache` is a NoneType: must be a LatentCache, see init_cache",
+            "`cache` is of type NoneType: must be a LatentCache, see init_cache",
         ),
         (
             lambda layer, x, cache, table, seq_lens: layer.decode(x, cache, table[:1], seq_lens),
@@ -189,7 +189,7 @@ def test_injected_attention(x):
         (
             lambda layer, x, cache, table, seq_lens: layer.prefill(x, cache, table, [1, 2]),
             TypeError,
-            "`seq_lens` is a list: must be an array [b]",
+            "`seq_lens` is of type list: must be an array [b]",
         ),
     ],
 )
