@@ -15,8 +15,7 @@ of q.
 A CTA owns 64 rows and one part of the plan: a run of key tiles (64 tokens) that may begin and end
 inside a sequence. A sequence's tiles are taken last to first, in pairs. The math warpgroups go in
 step: each has the scores and the softmax of one tile of the pair, and all rows of one half of the
-output's channels, transposed
-(`hopper.fp8`): O^T[d, r] += V^T[d, j] P^T[j, r] over both tiles.
+output's channels, transposed (`hopper.fp8`): O^T[d, r] += V^T[d, j] P^T[j, r] over both tiles.
 
 A last tile without a partner is its own: loaded twice, the second one's P is what rounding has left
 of the first one's. So sequences of a single tile, in which errors of few tokens do not average out,

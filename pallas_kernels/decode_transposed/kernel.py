@@ -41,12 +41,13 @@ The maximum of a column is over all four warps of a warpgroup, by way of its own
 (`hopper.columns`).
 
 From `fp8_token` and `fp8_full` caches both products are of e4m3 operands, as `decode_e4m3` has
-them: V^T goes through registers, P has the tokens' scales in it (`products.py`); and a single tile
-is taken twice, by one math warpgroup each, the second P being what rounding has left of the first
-one's. From `fp8_ds_mla`
-caches they are of float16 operands, made of e4m3 on the way from the ring to the registers: K and
-V^T both. The scales are factors of S and are in P. A stage is released as soon as the last values
-are in registers.
+them: V^T goes through registers, P has the tokens' scales in it (`products.py`). A single tile is
+taken twice, by one math warpgroup each, the second P being what rounding has left of the first
+one's.
+
+From `fp8_ds_mla` caches they are of float16 operands, made of e4m3 on the way from the ring to the
+registers: K and V^T both. The scales are factors of S and are in P. A stage is released as soon as
+the last values are in registers.
 
 In 16 bits `load_wg` loads the queries too. For fp8 caches the math warpgroups load them and divide
 each row by a scale (`hopper.queries`), half of the rows each, while the sequence's first keys are
