@@ -21,15 +21,15 @@ Timeline of an item, time running down, all warps of the warpgroup alike:
                                                 m, l, acc to the warp's row of scratch
                                                 meet: scratch is full
                                                 all m and l, all acc of the thread's own columns
-    out = acc / l, with the sink; lse           out of their sums, with the sink; lse
+    out = acc / l, with the sink                out of their sums, with the sink
+    lse, with the first part of the columns     lse
 
 Shared memory (d_latent 512), a stage for each warpgroup, also if only one is launched; m and l are
 in the 8 columns behind those of acc:
 
     buffer      shape           dtype  stages    KiB
     scratch     4 x 520         f32    2          17
-    barriers                                       1
-    sum                                           18
+    sum                                           17
 
 Registers per thread: 128 at most, for two CTAs an SM.
 

@@ -18,8 +18,8 @@ step: each has the scores and the softmax of one tile of the pair, and all rows 
 output's channels, transposed (`hopper.fp8`): O^T[d, r] += V^T[d, j] P^T[j, r] over both tiles.
 
 A last tile without a partner is its own: loaded twice, the second one's P is what rounding has left
-of the first one's. So sequences of a single tile, in which errors of few tokens do not average out,
-have P in two terms.
+of the first one's. So the P of such a tile has two terms: above all that of a single tile, in which
+errors of few tokens do not average out.
 
 Timeline of a pair, time running down, mma_wg0 and mma_wg1 alike (tile 0 and 1 of the pair):
 
@@ -212,7 +212,7 @@ def _math_wg(wg: int, cta: Cta) -> None:
             smem.alpha[wg] = alpha
             vote(smem.votes.at[wg], 1.0 - alpha, interpret=interpret)
             p = jnp.exp2(s * across(factor, BLOCK_KV) - across(softmax.m, BLOCK_KV))
-            again = index >= piece.tiles  # the tile is its own partner, mma_wg0's too
+            again = index >= piece.tiles  # mma_wg0 has the same tile
             add = lambda softmax=softmax: softmax.add(p)
             softmax = add() if wg == 0 else lax.cond(again, lambda: softmax, add)
             # Read again, rather than kept; what stands behind the end has p = 0, but may be NaN.
