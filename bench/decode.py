@@ -105,12 +105,13 @@ def compile_step(shape: Shape, format: str, implementation: str) -> Any:
         NotImplementedError: it cannot serve the shape.
     """
     args = inputs.abstract(shape, format)
-    plan = jax.eval_shape(_plan(shape), args.seq_lens)
+    plan = jax.eval_shape(_plan(shape, format), args.seq_lens)
     return _decode(implementation).lower(args, plan).compile()
 
 
-def _plan(shape: Shape):
-    return jax.jit(functools.partial(plan_decode, num_heads=shape.h, q_len=shape.s_q))
+def _plan(shape: Shape, format: str):
+    sizes = {"num_heads": shape.h, "q_len": shape.s_q, "cache_format": format}
+    return jax.jit(functools.partial(plan_decode, **sizes))
 
 
 def _decode(implementation: str):
@@ -124,7 +125,7 @@ def _decode(implementation: str):
 def _absorbed(shape: Shape, args: inputs.Inputs, implementation: str):
     """The jitted step, its arguments, and what compares what it gives, compiled, with what it
     must."""
-    plan = _plan(shape)(args.seq_lens)
+    plan = _plan(shape, args.cache.format)(args.seq_lens)
 
     def compare(compiled):
         checked = inputs.contract_inputs(args)

@@ -12,8 +12,7 @@ from jax import lax
 
 from bench.shapes import Shape
 from mla_jax import LatentCache, append, init_cache
-from pallas_kernels.decode_e4m3.config import CACHE_FORMATS as E4M3_FORMATS
-from pallas_kernels.formats import unscaled_format
+from pallas_kernels.formats import E4M3_FORMATS, unscaled_format
 from tests.tolerances import E4M3_OUT, OUT, Tolerance
 
 D_LATENT, D_ROPE = 512, 64

@@ -19,7 +19,8 @@ from bench.progress import progress
 from bench.shapes import Shape
 from mla_jax.cli import console
 from pallas_kernels import decode
-from pallas_kernels.decode_e4m3.config import CACHE_FORMATS, Config
+from pallas_kernels.decode_e4m3.config import Config
+from pallas_kernels.formats import E4M3_FORMATS
 from pallas_kernels.hopper.plan import divide
 
 ROWS = "128x4096x128,128x4096x64,128x4096x16"
@@ -140,13 +141,13 @@ def main(
     ] = ROWS,
     formats: Annotated[
         str, typer.Option("--format", metavar="NAME,...", help="Cache formats to measure.")
-    ] = ",".join(CACHE_FORMATS),
+    ] = ",".join(E4M3_FORMATS),
     iterations: Annotated[int, typer.Option(min=1, help="Measured calls.")] = 30,
     output: options.Output = None,
 ) -> None:
     """Time the e4m3 kernel with one and with two terms of the probabilities on a Hopper GPU."""
     try:
-        chosen = options.names("--format", formats, CACHE_FORMATS)
+        chosen = options.names("--format", formats, E4M3_FORMATS)
         run(options.shapes(rows), chosen, iterations=iterations, output=output)
     except console.UserError as error:
         console.note(f"error: {error}")

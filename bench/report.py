@@ -6,7 +6,7 @@ from pathlib import Path
 from bench import records
 from bench.shapes import GOALS, Shape
 from mla_jax.cli import console
-from pallas_kernels.decode_e4m3.config import CACHE_FORMATS as E4M3_FORMATS
+from pallas_kernels.formats import E4M3_FORMATS
 from pallas_kernels.hopper.gpus import Gpu
 
 COLUMNS: tuple[console.Column, ...] = (

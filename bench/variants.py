@@ -17,10 +17,9 @@ from pallas_kernels import decode
 from pallas_kernels.cache_append import entry as cache_append
 from pallas_kernels.combine import kernel as combine
 from pallas_kernels.decode_dense.config import Config
-from pallas_kernels.decode_e4m3.config import CACHE_FORMATS
 from pallas_kernels.decode_e4m3.config import Config as E4m3Config
 from pallas_kernels.decode_transposed.config import Config as TransposedConfig
-from pallas_kernels.formats import FORMATS, unscaled_format
+from pallas_kernels.formats import E4M3_FORMATS, FORMATS, unscaled_format
 from pallas_kernels.hopper.plan import divide
 
 BATCH, PAGES, TABLE = 4, 64, 16
@@ -361,7 +360,7 @@ def every() -> list[Variant]:
     transposed_heads = [
         DecodeTransposed(format, h=h, s_q=s_q, causal=causal, has_sink=sink)
         for format, (h, s_q), sink in itertools.product(
-            ("bf16", "fp8_ds_mla", *CACHE_FORMATS), (*HEADS, (8, 2), (8, 4)), (False, True)
+            ("bf16", "fp8_ds_mla", *E4M3_FORMATS), (*HEADS, (8, 2), (8, 4)), (False, True)
         )
         for causal in ((True, False) if s_q > 1 else (True,))
     ]
@@ -375,7 +374,7 @@ def every() -> list[Variant]:
     ]
     e4m3_heads = [
         DecodeE4m3(cache_format, h=h, s_q=s_q, causal=causal, has_sink=sink)
-        for cache_format, (h, s_q), sink in itertools.product(CACHE_FORMATS, HEADS, (False, True))
+        for cache_format, (h, s_q), sink in itertools.product(E4M3_FORMATS, HEADS, (False, True))
         for causal in ((True, False) if s_q > 1 else (True,))
     ]
     e4m3_sizes = [
@@ -383,7 +382,7 @@ def every() -> list[Variant]:
             cache_format, page_size=page_size, d_latent=d_latent, d_rope=d_rope, p_terms=p_terms
         )
         for cache_format, page_size, d_latent, d_rope, p_terms in itertools.product(
-            CACHE_FORMATS, (16, 32, 64, 128), (512, 256), (64, 32), (1, 2)
+            E4M3_FORMATS, (16, 32, 64, 128), (512, 256), (64, 32), (1, 2)
         )
     ]
     orders = ("interleaved", "halves")

@@ -5,7 +5,8 @@ import dataclasses
 import jax
 from jaxtyping import Array, Int
 
-from mla_jax.checks import as_int32, check_array, check_integer, check_size
+from mla_jax.checks import as_int32, check_array, check_choice, check_integer, check_size
+from pallas_kernels.formats import FORMATS
 from pallas_kernels.hopper.plan import divide
 
 
@@ -41,7 +42,12 @@ class DecodePlan:
 
 
 def plan_decode(
-    seq_lens: Int[Array, " b"], *, num_heads: int, q_len: int = 1, page_size: int = 64
+    seq_lens: Int[Array, " b"],
+    *,
+    num_heads: int,
+    q_len: int = 1,
+    page_size: int = 64,
+    cache_format: str | None = None,
 ) -> DecodePlan:
     """Divide a decode step over the SMs of the GPU.
 
@@ -52,13 +58,15 @@ def plan_decode(
         num_heads: query heads on this device.
         q_len: query tokens per sequence in this step.
         page_size: tokens per cache page.
+        cache_format: that of the caches (`LatentCache.format`). A plan is valid for any; this one
+            it suits best, where sequences are short and few.
 
     Returns:
         A `DecodePlan`, valid for every layer of the step and for any implementation (those that
         need none ignore it).
 
     Raises:
-        ValueError: `seq_lens` is not `[B]`, or a size is not positive.
+        ValueError: `seq_lens` is not `[B]`, a size is not positive, or the format is unknown.
         TypeError: `seq_lens` is not an array of integers, or a size is not an int.
     """
     (batch,) = check_array("seq_lens", seq_lens, "b")
@@ -67,8 +75,10 @@ def plan_decode(
         raise ValueError(f"`seq_lens` has shape {seq_lens.shape}: must hold a sequence at least")
     for name, size in (("num_heads", num_heads), ("q_len", q_len), ("page_size", page_size)):
         check_size(name, size)
+    if cache_format is not None:
+        check_choice("cache_format", cache_format, tuple(FORMATS))
     return DecodePlan(
-        parts=divide(as_int32(seq_lens), rows=num_heads * q_len),
+        parts=divide(as_int32(seq_lens), rows=num_heads * q_len, cache_format=cache_format),
         batch=batch,
         num_heads=num_heads,
         q_len=q_len,

@@ -13,13 +13,13 @@ from pallas_kernels.combine.kernel import merge
 from pallas_kernels.decode_dense.config import CACHE_FORMATS as DENSE_FORMATS
 from pallas_kernels.decode_dense.config import Config
 from pallas_kernels.decode_dense.kernel import decode as decode_dense
-from pallas_kernels.decode_e4m3.config import CACHE_FORMATS as E4M3_FORMATS
 from pallas_kernels.decode_e4m3.config import Config as E4m3Config
 from pallas_kernels.decode_e4m3.kernel import decode as decode_e4m3
 from pallas_kernels.decode_transposed.config import CACHE_FORMATS as TRANSPOSED_FORMATS
 from pallas_kernels.decode_transposed.config import Config as TransposedConfig
 from pallas_kernels.decode_transposed.kernel import decode as decode_transposed
 from pallas_kernels.errors import Unsupported
+from pallas_kernels.formats import E4M3_FORMATS
 from pallas_kernels.hopper.decode import DecodeConfig
 from pallas_kernels.hopper.device import num_sms
 from pallas_kernels.hopper.plan import divide
@@ -83,8 +83,8 @@ def mla_decode(
     if refusal := config.refusal():
         raise Unsupported(refusal)
     # A plan that is given may be for larger row tiles; its parts are right for any.
-    divided = lambda: divide(seq_lens, rows=config.rows, row_tile=config.row_tile)
-    parts = divided() if plan is None else plan.parts
+    sizes = {"rows": config.rows, "row_tile": config.row_tile, "cache_format": cache.format}
+    parts = divide(seq_lens, **sizes) if plan is None else plan.parts
     if any(jax.typeof(x).manual_axis_type.varying for x in (block_table, seq_lens, parts)):
         raise Unsupported(
             "takes no block_table, seq_lens or plan that vary over a mesh axis, for Pallas cannot "

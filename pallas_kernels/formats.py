@@ -49,6 +49,12 @@ class CacheFormat:
     rope_dtype: str
     scaling: Scaling = "none"
 
+    @property
+    def in_e4m3(self) -> bool:
+        """The kernels multiply it as it is stored, in e4m3: a token's latent has a single scale.
+        The others are multiplied in 16 bits."""
+        return self.scaling in ("token", "parts")
+
     def num_scales(self, kv_lora_rank: int) -> int:
         """Float32 scales per token."""
         return {
@@ -80,6 +86,8 @@ FORMATS: Mapping[str, CacheFormat] = types.MappingProxyType(
         )
     }
 )
+
+E4M3_FORMATS = tuple(f.name for f in FORMATS.values() if f.in_e4m3)
 
 
 def unscaled_format(dtype: str) -> CacheFormat:

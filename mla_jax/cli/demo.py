@@ -200,7 +200,12 @@ def _served(
         scale=config.softmax_scale,
         causal=True,
         attn_sink=None,
-        plan=mla_jax.plan_decode(lens, num_heads=config.num_heads, page_size=_PAGE_SIZE),
+        plan=mla_jax.plan_decode(
+            lens,
+            num_heads=config.num_heads,
+            page_size=_PAGE_SIZE,
+            cache_format=cache_format,
+        ),
         return_lse=False,
     )
     wanted = implementation or dispatch.IMPLEMENTATIONS

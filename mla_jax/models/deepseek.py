@@ -264,6 +264,7 @@ class DeepseekModel(nnx.Module):
             num_heads=self.config.num_heads,
             q_len=input_ids.shape[1],
             page_size=caches[0].page_size,
+            cache_format=caches[0].format,
         )
         for layer, cache in zip(self.layers, caches, strict=True):
             x, cache = layer.decode(

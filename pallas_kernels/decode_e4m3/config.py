@@ -7,20 +7,18 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.formats import E4M3_MAX
+from pallas_kernels.formats import E4M3_FORMATS, E4M3_MAX
 from pallas_kernels.hopper.decode import SCALE_ROW, DecodeConfig
 from pallas_kernels.hopper.inline import VOTES
 from pallas_kernels.hopper.layouts import tiled
 from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M
-
-CACHE_FORMATS = ("fp8_token", "fp8_full")
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(DecodeConfig):
     """One variant of the kernel."""
 
-    cache_formats = CACHE_FORMATS
+    cache_formats = E4M3_FORMATS
 
     p_terms: int = 1
     """1: probabilities are rounded to e4m3. 2: what that leaves is rounded and multiplied too."""

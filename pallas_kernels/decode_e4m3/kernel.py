@@ -361,7 +361,7 @@ def _publish(cta: Cta, wg: int, p: jax.Array) -> None:
         rounded = p.astype(jnp.float8_e4m3fn)
         place = smem.p.at[wg * config.p_terms + term]
         place[...] = fp8.as_operand(rounded, interpret=cta.interpret)
-        p = p - rounded.astype(jnp.float32)
+        p = fp8.rounding_error(p)
     plgpu.commit_smem()
     plgpu.barrier_arrive(cta.bar.p_ready)
 

@@ -7,13 +7,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.formats import E4M3_MAX, FORMATS, SCALE_TILE
+from pallas_kernels.formats import E4M3_FORMATS, E4M3_MAX, FORMATS, SCALE_TILE
 from pallas_kernels.hopper.columns import EXCHANGE_ROW, WARPS
 from pallas_kernels.hopper.decode import SCALE_ROW, DecodeConfig
 from pallas_kernels.hopper.layouts import tiled
 from pallas_kernels.hopper.limits import BLOCK_KV, TRANSPOSED_ROWS
 
-E4M3_FORMATS = ("fp8_token", "fp8_full")
 CACHE_FORMATS = ("bf16", "f16", "fp8_ds_mla", *E4M3_FORMATS)
 
 VIEWS = ("latent", "exchange", "pairs")
@@ -33,7 +32,7 @@ class Config(DecodeConfig):
     @property
     def in_e4m3(self) -> bool:
         """Both products are of e4m3 operands, otherwise of 16-bit ones."""
-        return self.cache_format in E4M3_FORMATS
+        return FORMATS[self.cache_format].in_e4m3
 
     @property
     def scaled(self) -> bool:

@@ -92,7 +92,7 @@ def test_a_step_compiled_ahead_takes_the_inputs(format):
     args = inputs.make(shape, format)
     avals = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
     assert avals(inputs.abstract(shape, format)) == avals(args)
-    plan = decode._plan(shape)(args.seq_lens)
+    plan = decode._plan(shape, format)(args.seq_lens)
     out = decode.compile_step(shape, format, "xla")(args, plan)
     np.testing.assert_array_equal(out, decode._decode("xla")(args, plan))
 

@@ -103,6 +103,12 @@ def test_a_chunk_of_a_prompt(format):
 
 
 @on_each_kernel
+def test_pieces_of_a_tile(format):
+    for h_q in (16, 128):
+        check(decode_case((1000,), h_q=h_q, format=format))
+
+
+@on_each_kernel
 def test_long_ring(format):
     """Every CTA takes each stage of the ring ten times and more, across sequences."""
     check(decode_case((3000, 1, 2900, 0, 3100, 64) * 10, h_q=128, format=format))

@@ -78,7 +78,8 @@ def simulate(
     expected_out, expected_lse = oracle.decode(*(expect or case).args, **kwargs)
     tolerances.check("out", out, expected_out, tolerances.OUT[out.dtype.name])
     tolerances.check("lse", lse, expected_lse, tolerances.LSE)
-    return plan.divide(case.seq_lens, rows=case.q_latent.shape[1] * case.q_latent.shape[2])
+    rows = case.q_latent.shape[1] * case.q_latent.shape[2]
+    return plan.divide(case.seq_lens, rows=rows, cache_format=case.cache.format)
 
 
 def cuts(parts):
@@ -92,6 +93,13 @@ def test_split_and_whole_sequences_with_a_sink(format, monkeypatch):
     sink = jnp.array([0.5, np.inf, -np.inf, -3.0, 1.0, 0.0, 2.0, -1.0], jnp.float32)
     case = inputs.decode_case((70, 1500, 0), **sizes)
     assert cuts(simulate(case, 4, monkeypatch, attn_sink=sink)) == 3
+
+
+@on_each_format
+def test_pieces_of_a_tile(format, monkeypatch):
+    sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64, "format": format}
+    parts = simulate(inputs.decode_case((330,), **sizes), 6, monkeypatch)
+    assert parts[:, plan.TILE].tolist() == [*range(6)]
 
 
 @pytest.mark.parametrize(("format", "dtype"), [("f16", "float16"), ("fp8_ds_mla", "bfloat16")])

@@ -11,7 +11,7 @@ from pallas_kernels import decode
 from pallas_kernels.decode_dense import config
 from pallas_kernels.decode_e4m3 import config as e4m3_config
 from pallas_kernels.decode_transposed import config as transposed_config
-from pallas_kernels.formats import FORMATS
+from pallas_kernels.formats import E4M3_FORMATS, FORMATS
 from pallas_kernels.hopper import decode as hopper_decode
 from pallas_kernels.hopper.limits import LAUNCH_REGISTERS
 from tests import inputs
@@ -99,7 +99,7 @@ def test_what_it_serves(format, implementation, monkeypatch):
         ({"dtype": jnp.float32}, "takes dtype of bfloat16 or float16, this call has float32"),
     ],
 )
-@pytest.mark.parametrize("format", e4m3_config.CACHE_FORMATS)
+@pytest.mark.parametrize("format", E4M3_FORMATS)
 def test_what_the_e4m3_kernel_refuses(format, sizes, reason, hopper):
     case = inputs.decode_case((3,), format=format, **{**SIZES, **sizes})
     assert refusal(case) == message(reason)
@@ -214,7 +214,7 @@ def test_every_accepted_size_fits_the_shared_memory(
 @pytest.mark.parametrize("page_size", hopper_decode.PAGE_SIZES)
 @pytest.mark.parametrize("d_rope", hopper_decode.D_ROPE)
 @pytest.mark.parametrize("d_latent", hopper_decode.D_LATENT)
-@pytest.mark.parametrize("format", e4m3_config.CACHE_FORMATS)
+@pytest.mark.parametrize("format", E4M3_FORMATS)
 def test_every_accepted_size_fits_e4m3(format, d_latent, d_rope, page_size, dtype, p_terms):
     accepted = e4m3_config.Config(
         format, dtype, d_latent, d_rope, page_size, 128, 1, True, True, p_terms=p_terms

@@ -10,6 +10,7 @@ import pytest
 from mla_jax import mla_decode, plan_decode
 from pallas_kernels import decode
 from pallas_kernels.decode_e4m3 import config
+from pallas_kernels.formats import E4M3_FORMATS
 from tests import inputs, oracle, tolerances
 from tests.kernels.on_hopper import (
     LENS,
@@ -70,14 +71,14 @@ def check(case, *, scale=inputs.SCALE, causal=True, attn_sink=None):
 
 @pytest.mark.parametrize("h_q", [1, 16, 64, 128])
 @pytest.mark.parametrize("lens", [(1,), (64,), (65,), (128,), (129,), (1000,)], ids=str)
-@pytest.mark.parametrize("format", config.CACHE_FORMATS)
+@pytest.mark.parametrize("format", E4M3_FORMATS)
 def test_one_sequence(format, lens, h_q):
     """The simplest first: one tile, one pair, a lone last tile, several pairs."""
     check(decode_case(lens, h_q, format=format))
 
 
 @pytest.mark.parametrize("h_q", [4, 64, 128])
-@pytest.mark.parametrize("format", config.CACHE_FORMATS)
+@pytest.mark.parametrize("format", E4M3_FORMATS)
 def test_errors_of_few_tokens(format, h_q):
     """They do not average out; a lone tile is its own partner, for a second term of P."""
     case = decode_case((2,) * 24 + tuple(range(65)), h_q, page_size=16, format=format)
@@ -90,7 +91,7 @@ CASES = pairwise(
     lens=tuple(LENS),
     c=(512, 256),
     r=(64, 32),
-    format=config.CACHE_FORMATS,
+    format=E4M3_FORMATS,
     dtype=tuple(DTYPES),
     causal=(True, False),
     sink=(False, True),
@@ -110,7 +111,7 @@ def test_pairwise(rows, choice):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", config.CACHE_FORMATS)
+@pytest.mark.parametrize("format", E4M3_FORMATS)
 @pytest.mark.parametrize("r", [64, 32])
 @pytest.mark.parametrize("c", [512, 256])
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
@@ -136,7 +137,7 @@ def test_long_sequences_in_one_part(length):
     tolerances.check("out", out, expected, tolerances.E4M3_OUT)
 
 
-@pytest.mark.parametrize("format", config.CACHE_FORMATS)
+@pytest.mark.parametrize("format", E4M3_FORMATS)
 def test_two_terms_of_p_are_nearly_as_good_as_16_bits(format):
     case = decode_case((300, 64, 1, 0), h_q=64, format=format)
     sizes = (format, "bfloat16", 512, 64, 64, 64, 1, True, False)

@@ -21,7 +21,8 @@ import pytest
 from pallas_kernels import decode
 from pallas_kernels.combine import kernel as combine
 from pallas_kernels.decode_e4m3 import kernel
-from pallas_kernels.decode_e4m3.config import CACHE_FORMATS, Config
+from pallas_kernels.decode_e4m3.config import Config
+from pallas_kernels.formats import E4M3_FORMATS
 from pallas_kernels.hopper import plan
 from tests import inputs, oracle, tolerances
 from tests.kernels import simulator
@@ -84,7 +85,7 @@ def cuts(parts):
     return int((parts[:, 1] > 0).sum())
 
 
-@pytest.mark.parametrize("format", CACHE_FORMATS)
+@pytest.mark.parametrize("format", E4M3_FORMATS)
 def test_split_and_whole_sequences_with_a_sink(format, monkeypatch):
     sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
     sink = jnp.array([0.5, np.inf, -np.inf, -3.0, 1.0, 0.0, 2.0, -1.0], jnp.float32)
@@ -92,7 +93,7 @@ def test_split_and_whole_sequences_with_a_sink(format, monkeypatch):
     assert cuts(simulate(case, 4, monkeypatch, attn_sink=sink)) == 3
 
 
-@pytest.mark.parametrize("format", CACHE_FORMATS)
+@pytest.mark.parametrize("format", E4M3_FORMATS)
 def test_small_pages_odd_heads_and_f16(format, monkeypatch):
     """Six rows, four pages a tile, one page ending inside the mask, lone and paired tiles."""
     sizes = {"s_q": 2, "h_q": 3, "page_size": 16, "kv_lora_rank": 256, "rope_dim": 32}
@@ -100,14 +101,14 @@ def test_small_pages_odd_heads_and_f16(format, monkeypatch):
     simulate(case, 2, monkeypatch)
 
 
-@pytest.mark.parametrize("format", CACHE_FORMATS)
+@pytest.mark.parametrize("format", E4M3_FORMATS)
 def test_nothing_but_empty_sequences(format, monkeypatch):
     """No key is loaded: 0 and -inf, whatever the cache holds."""
     sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
     simulate(decode_case((0, 0, 0), format, **sizes), 2, monkeypatch)
 
 
-@pytest.mark.parametrize("format", CACHE_FORMATS)
+@pytest.mark.parametrize("format", E4M3_FORMATS)
 def test_errors_of_few_tokens(format, monkeypatch):
     """They do not average out; a lone tile is its own partner, for a second term of P."""
     sizes = {"h_q": 16, "page_size": 16, "kv_lora_rank": 512, "rope_dim": 64}
@@ -163,7 +164,7 @@ def rounded_queries(case):
     )
 
 
-@pytest.mark.parametrize("format", CACHE_FORMATS)
+@pytest.mark.parametrize("format", E4M3_FORMATS)
 def test_deepseek_sizes_and_a_rising_maximum(format, monkeypatch):
     """Scores of tens: the maximum rises by more than is let pass without rescaling.
 
@@ -188,7 +189,7 @@ def test_tokens_of_very_different_scale(monkeypatch):
     simulate(dataclasses.replace(case, cache=cache), 1, monkeypatch)
 
 
-@pytest.mark.parametrize("format", CACHE_FORMATS)
+@pytest.mark.parametrize("format", E4M3_FORMATS)
 def test_two_terms_of_p_are_as_good_as_16_bits(format, monkeypatch):
     monkeypatch.setattr(decode, "E4m3Config", functools.partial(Config, p_terms=2))
     sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}

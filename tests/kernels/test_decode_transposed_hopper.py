@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from mla_jax import mla_decode, plan_decode
+from pallas_kernels.formats import E4M3_FORMATS
 from tests import inputs, oracle, tolerances
 from tests.kernels import on_hopper
 from tests.kernels.on_hopper import LENS, assert_bitwise_equal, poison_free_memory, sinks
@@ -29,8 +30,6 @@ HEADS_AND_QUERIES = [
     *[(2, 12), (7, 1), (10, 3), (28, 1)],
 ]
 
-
-E4M3_FORMATS = ("fp8_token", "fp8_full")
 FORMATS = ("bf16", "f16", "fp8_ds_mla", *E4M3_FORMATS)
 
 
@@ -109,6 +108,12 @@ def test_pairwise(rows, choice):
     sizes = {name: choice[name] for name in ("page_size", "c", "r", "format")}
     case = decode_case(LENS[choice["lens"]], h_q, s_q, **sizes)
     check(case, causal=choice["causal"], attn_sink=sinks(h_q) if choice["sink"] else None)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_pieces_of_a_tile(format):
+    """In e4m3 of two."""
+    check(decode_case((1000,), h_q=16, format=format))
 
 
 @pytest.mark.slow
@@ -278,6 +283,6 @@ def test_error_in_fp16_of_very_long_sequences(record_property):
 @pytest.mark.parametrize("format", FORMATS)
 def test_it_is_what_none_chooses(format):
     """For few rows, where it is predicted to be the faster."""
-    case = decode_case(LENS["split"], h_q=16, s_q=2, format=format)
+    case = decode_case(LENS["split"], h_q=16, format=format)
     found = mla_decode(*case.args, scale=inputs.SCALE, return_lse=True)
     assert_bitwise_equal(found, compiled()(*case.args))

@@ -23,7 +23,8 @@ import pytest
 from pallas_kernels import decode
 from pallas_kernels.combine import kernel as combine
 from pallas_kernels.decode_transposed import kernel, products
-from pallas_kernels.decode_transposed.config import E4M3_FORMATS, Config
+from pallas_kernels.decode_transposed.config import Config
+from pallas_kernels.formats import E4M3_FORMATS
 from pallas_kernels.hopper import plan
 from tests import inputs, oracle, tolerances
 from tests.kernels import simulator
@@ -103,7 +104,7 @@ def simulate(
     tolerances.check("out", out, expected_out, within[0])
     tolerances.check("lse", lse, expected_lse, within[1])
     rows = case.q_latent.shape[1] * case.q_latent.shape[2]
-    return plan.divide(case.seq_lens, rows=rows, row_tile=32)
+    return plan.divide(case.seq_lens, rows=rows, row_tile=32, cache_format=case.cache.format)
 
 
 def run(
@@ -148,6 +149,15 @@ def test_split_and_whole_sequences_with_a_sink(format, monkeypatch):
     sink = jnp.array([0.5, np.inf, -np.inf, -3.0, 1.0, 0.0, 2.0, -1.0], jnp.float32)
     case = decode_case((70, 1500, 0), format, **sizes)
     assert cuts(simulate(case, 4, monkeypatch, attn_sink=sink)) == 3
+
+
+@ALL_FORMATS
+def test_pieces_of_a_tile(format, monkeypatch):
+    """In e4m3 of two: one for each math warpgroup."""
+    sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
+    parts = simulate(decode_case((500,), format, **sizes), 8, monkeypatch)
+    begins = {*parts[:, plan.TILE].tolist()}
+    assert begins == {*range(0, 8, 2 if format in E4M3_FORMATS else 1)}
 
 
 @pytest.mark.parametrize("format", ["f16", "fp8_ds_mla", *E4M3_FORMATS])

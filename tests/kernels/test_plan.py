@@ -19,11 +19,11 @@ smallest piece, a cut sequence is started twice, and not splitting at all is wor
 
 
 @functools.cache
-def planner(rows, num_sms, row_tile=BLOCK_M):
+def planner(rows, num_sms, row_tile=BLOCK_M, cache_format=None):
     def divide(seq_lens):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(plan, "num_sms", lambda: num_sms)
-            return plan.divide(seq_lens, rows=rows, row_tile=row_tile)
+            return plan.divide(seq_lens, rows=rows, row_tile=row_tile, cache_format=cache_format)
 
     return jax.jit(divide)
 
@@ -39,14 +39,17 @@ def pieces_of(parts, tiles):
             yield part, s, tile if s == seq else 0, end_tile if s == end_seq else tiles[s]
 
 
-def check(lens, rows=1, num_sms=NUM_SMS):
+def check(lens, rows=1, num_sms=NUM_SMS, cache_format=None):
     """A plan keeps its promises; returns the pieces and the cost of each part."""
-    parts = np.asarray(planner(rows, num_sms)(jnp.asarray(lens, jnp.int32)))
+    divide = planner(rows, num_sms, cache_format=cache_format)
+    parts = np.asarray(divide(jnp.asarray(lens, jnp.int32)))
     tiles = num_tiles(lens)
     num_parts = max(1, num_sms // -(-rows // 64))
     assert parts.shape == (num_parts, 8) and parts.dtype == np.int32
 
     pieces = list(pieces_of(parts, tiles))
+    enough = tiles.sum() > plan.MIN_PIECE * num_parts
+    shortest = plan.MIN_PIECE if enough else plan.min_part(cache_format)
     covered = {s: 0 for s in range(len(lens))}
     owners = {s: [] for s in range(len(lens))}
     for part, s, begin, end in pieces:
@@ -54,7 +57,7 @@ def check(lens, rows=1, num_sms=NUM_SMS):
         covered[s] = end
         owners[s].append(part)
         whole = (begin, end) == (0, tiles[s])
-        assert whole or end - begin >= plan.MIN_PIECE, f"a piece of sequence {s} is too short"
+        assert whole or end - begin >= shortest, f"a piece of sequence {s} is too short"
     assert covered == dict(enumerate(tiles))
     for s, by in owners.items():
         assert by == list(range(by[0], by[0] + len(by))), f"parts of sequence {s}: {by}"
@@ -78,6 +81,7 @@ def check(lens, rows=1, num_sms=NUM_SMS):
     return pieces, costs
 
 
+FORMATS = st.sampled_from([None, "bf16", "fp8_token"])
 lengths = st.one_of(
     st.sampled_from([0, 0, 1, 63, 64, 65]), st.integers(0, 2000), st.integers(0, 200_000)
 )
@@ -86,9 +90,16 @@ lengths = st.one_of(
 @given(
     st.sampled_from([1, 2, 7, 130]).flatmap(lambda b: st.lists(lengths, min_size=b, max_size=b)),
     st.sampled_from([(1, NUM_SMS), (80, NUM_SMS), (128, 3), (8, 1), (8, 5), (64 * NUM_SMS, 8)]),
+    FORMATS,
 )
-def test_any_lengths(lens, device):
-    check(lens, *device)
+def test_any_lengths(lens, device, cache_format):
+    check(lens, *device, cache_format)
+
+
+@given(st.lists(st.integers(0, 64 * 40), min_size=1, max_size=3), FORMATS)
+def test_few_tiles(lens, cache_format):
+    """Not enough for all SMs, or just so."""
+    check(lens, 1, NUM_SMS, cache_format)
 
 
 def busy(costs, share=0.5):
@@ -99,6 +110,7 @@ def busy(costs, share=0.5):
 @pytest.mark.parametrize(
     ("lens", "rows"),
     [
+        ([4096], 128),
         ([131072], 128),
         ([100_000] + [64] * 60, 16),
         ([64] * 60 + [100_000], 128),
@@ -111,7 +123,7 @@ def busy(costs, share=0.5):
     ids=lambda value: f"{len(value)} sequences" if isinstance(value, list) else f"{value} rows",
 )
 def test_every_sm_has_work(lens, rows):
-    _, costs = check(lens, rows)
+    _, costs = check(lens, rows, cache_format="bf16")
     assert busy(costs) > 0.9
 
 
@@ -139,9 +151,9 @@ def test_wild_lengths_do_not_overflow(batch):
 
 def test_splitting_stops_at_small_pieces():
     """A short sequence alone: more, smaller pieces would cost more than they bring."""
-    pieces, _ = check([1024])
-    assert 1 < len(pieces) <= 1024 // 64 // plan.MIN_PIECE
-    assert len(check([64])[0]) == 1
+    for cache_format, number in ((None, 8), ("fp8_full", 8), ("bf16", 16), ("fp8_ds_mla", 16)):
+        assert len(check([1024], cache_format=cache_format)[0]) == number
+        assert len(check([64], cache_format=cache_format)[0]) == 1
 
 
 def test_equal_short_sequences_are_not_split():
@@ -170,10 +182,11 @@ def test_a_part_is_a_set_of_ctas_one_for_each_tile_of_rows(num_heads, q_len, par
 
 def test_one_program_for_all_lengths():
     """Traced lengths, on the device: nothing is read on the host, and no step follows another."""
-    make = functools.partial(plan_decode, num_heads=16, q_len=2, page_size=32)
+    sizes = {"num_heads": 16, "q_len": 2, "page_size": 32}
+    make = functools.partial(plan_decode, **sizes, cache_format="f16")
     lens = jnp.array([5, 0, 70_000], jnp.int32)
     plan = jax.jit(make)(lens)
-    np.testing.assert_array_equal(plan.parts, planner(32, NUM_SMS)(lens))
+    np.testing.assert_array_equal(plan.parts, planner(32, NUM_SMS, cache_format="f16")(lens))
     assert isinstance(plan, DecodePlan)
     assert (plan.batch, plan.num_heads, plan.q_len, plan.page_size) == (3, 16, 2, 32)
 
@@ -233,6 +246,13 @@ def test_a_plan_for_another_call(name, planned, size):
             {"page_size": 0},
             ValueError,
             "`page_size` is 0: must be at least 1",
+        ),
+        (
+            jnp.zeros((2,), jnp.int32),
+            {"cache_format": "fp4"},
+            ValueError,
+            "`cache_format` is 'fp4': must be one of 'bf16', 'f16', 'f32', 'fp8_ds_mla', "
+            "'fp8_token', 'fp8_full'",
         ),
     ],
 )
