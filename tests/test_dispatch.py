@@ -112,6 +112,7 @@ def both_schedules(monkeypatch):
         (8, 1),
         (16, 1),
         (16, 2),
+        (24, 1),
         (32, 1),
         (11, 3),
         (16, 4),
@@ -130,7 +131,9 @@ def test_none_takes_the_schedule_that_is_predicted_to_be_faster(
     predicted = cost.transposed_is_faster(GPUS[name], h=h_q, s_q=s_q, format=format)
     assert call(None, case) == predicted
     assert not call("mosaic", case) and call("mosaic_transposed", case)
-    assert predicted == (h_q * s_q <= 32)
+    # In 16 bits, where memory bounds both, longer work on a tile is time in which less is loading.
+    most = 16 if format == "bf16" and name != "H20" else 32
+    assert predicted == (h_q * s_q <= most)
 
 
 def test_errors_of_an_import_are_not_swallowed(monkeypatch):
