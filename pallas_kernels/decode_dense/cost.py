@@ -12,9 +12,9 @@ _OWN_WORK = 0.85
 """What the transposed schedule's own work may be of the dense one's where memory bounds both and
 only two tiles are in flight: the longer one is worked on, the less is loading.
 
-MEASURED: H200, bf16, attention + combine, transposed and dense, us: (128, 4096), 16 heads 142.8 and
-143.8, 24 heads 143.8 and 140.7, 32 heads 147.4 and 141.8; (16, 65536) 277.3 and 278.1, 276.0 and
-273.6, 279.4 and 274.0.
+MEASURED: H200, bf16, attention + combine, transposed and dense, us: (128, 4096), 16 heads 140.1 and
+140.3, 24 heads 143.3 and 141.2, 32 heads 146.5 and 140.9; (16, 65536) 272.1 and 273.1, 275.7 and
+273.7, 279.9 and 274.4.
 """
 
 _TILE = 64
