@@ -110,8 +110,9 @@ def compile_step(shape: Shape, format: str, implementation: str) -> Any:
 
 
 def _plan(shape: Shape, format: str):
-    sizes = {"num_heads": shape.h, "q_len": shape.s_q, "cache_format": format}
-    return jax.jit(functools.partial(plan_decode, **sizes))
+    return jax.jit(
+        functools.partial(plan_decode, num_heads=shape.h, q_len=shape.s_q, cache_format=format)
+    )
 
 
 def _decode(implementation: str):

@@ -114,5 +114,5 @@ def check_size(name: str, value: Any) -> None:
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """Check that `value` is one of `choices`."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"`{name}` is {value!r}: must be one of {', '.join(map(repr, choices))}")

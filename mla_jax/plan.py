@@ -58,8 +58,9 @@ def plan_decode(
         num_heads: query heads on this device.
         q_len: query tokens per sequence in this step.
         page_size: tokens per cache page.
-        cache_format: that of the caches (`LatentCache.format`). A plan is valid for any; this one
-            it suits best, where sequences are short and few.
+        cache_format: that of the caches (`LatentCache.format`). A plan is valid for any; where few
+            and short sequences are divided, the smallest share depends on it. None: the one that
+            suits all, that of e4m3.
 
     Returns:
         A `DecodePlan`, valid for every layer of the step and for any implementation (those that

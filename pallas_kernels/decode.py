@@ -83,8 +83,11 @@ def mla_decode(
     if refusal := config.refusal():
         raise Unsupported(refusal)
     # A plan that is given may be for larger row tiles; its parts are right for any.
-    sizes = {"rows": config.rows, "row_tile": config.row_tile, "cache_format": cache.format}
-    parts = divide(seq_lens, **sizes) if plan is None else plan.parts
+    parts = (
+        divide(seq_lens, rows=config.rows, row_tile=config.row_tile, cache_format=cache.format)
+        if plan is None
+        else plan.parts
+    )
     if any(jax.typeof(x).manual_axis_type.varying for x in (block_table, seq_lens, parts)):
         raise Unsupported(
             "takes no block_table, seq_lens or plan that vary over a mesh axis, for Pallas cannot "

@@ -51,8 +51,7 @@ class CacheFormat:
 
     @property
     def in_e4m3(self) -> bool:
-        """The kernels multiply it as it is stored, in e4m3: a token's latent has a single scale.
-        The others are multiplied in 16 bits."""
+        """Multiplied as it is stored, in e4m3: a token's latent has a single scale."""
         return self.scaling in ("token", "parts")
 
     def num_scales(self, kv_lora_rank: int) -> int:

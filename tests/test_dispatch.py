@@ -1,4 +1,5 @@
 import jax
+import jax.numpy as jnp
 import pytest
 
 from mla_jax import Unsupported, dispatch, mla_decode
@@ -104,7 +105,7 @@ def both_schedules(monkeypatch):
 
 
 @pytest.mark.parametrize("name", GPUS)
-@pytest.mark.parametrize("format", ["bf16", "fp8_ds_mla", "fp8_token", "fp8_full"])
+@pytest.mark.parametrize("format", ["bf16", "f16", "fp8_ds_mla", "fp8_token", "fp8_full"])
 @pytest.mark.parametrize(
     ("h_q", "s_q"),
     [
@@ -127,12 +128,13 @@ def test_none_takes_the_schedule_that_is_predicted_to_be_faster(
     name, format, h_q, s_q, both_schedules
 ):
     both_schedules(name)
-    case = inputs.decode_case((3,), h_q=h_q, s_q=s_q, format=format)
+    dtype = jnp.float16 if format == "f16" else jnp.bfloat16
+    case = inputs.decode_case((3,), h_q=h_q, s_q=s_q, format=format, dtype=dtype)
     predicted = cost.transposed_is_faster(GPUS[name], h=h_q, s_q=s_q, format=format)
     assert call(None, case) == predicted
     assert not call("mosaic", case) and call("mosaic_transposed", case)
-    # In 16 bits, where memory bounds both, longer work on a tile is time in which less is loading.
-    most = 16 if format == "bf16" and name != "H20" else 32
+    # Of what is loaded in 16 bits the schedules end alike where memory bounds both.
+    most = 16 if format in ("bf16", "f16") and name != "H20" else 32
     assert predicted == (h_q * s_q <= most)
 
 

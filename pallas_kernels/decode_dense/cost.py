@@ -8,13 +8,14 @@ from pallas_kernels.formats import FORMATS, ITEM_BYTES
 from pallas_kernels.hopper.gpus import Gpu
 from pallas_kernels.hopper.limits import TRANSPOSED_ROWS
 
-_OWN_WORK = 0.85
-"""What the transposed schedule's own work may be of the dense one's where memory bounds both and
-only two tiles are in flight: the longer one is worked on, the less is loading.
+_MOST_OWN_WORK = 0.85
+"""What the transposed schedule's own work may be of the dense one's, where memory bounds both and
+tiles are multiplied as they are loaded, in 16 bits, for it to be taken.
 
-MEASURED: H200, bf16, attention + combine, transposed and dense, us: (128, 4096), 16 heads 140.1 and
-140.3, 24 heads 143.3 and 141.2, 32 heads 146.5 and 140.9; (16, 65536) 272.1 and 273.1, 275.7 and
-273.7, 279.9 and 274.4.
+Fitted to an H200 and bf16; f16 and the H100 are taken to be alike. MEASURED: attention + combine,
+transposed and dense, us: (128, 4096), 16 heads (0.82) 140.1 and 140.3, 24 heads (0.89) 143.3 and
+141.2, 32 heads (0.95) 146.5 and 140.9; (16, 65536) 272.1 and 273.1, 275.7 and 273.7, 279.9 and
+274.4; (16, 4096) 25.4 and 26.5, 27.4 and 28.2, 29.4 and 27.8.
 """
 
 _TILE = 64
@@ -124,10 +125,9 @@ def transposed_is_faster(gpu: Gpu, *, s_q: int, h: int, format: str) -> bool:
     """Whether the transposed schedule is predicted to end a step of so many rows earlier.
 
     Where memory bounds both, that with less work for the SMs: the rest of the time goes by while
-    loads are awaited, and what does not overlap with them is less; in 16 bits less by so much that
-    loads are not late for it (`_OWN_WORK`). Never with several row tiles,
-    each of which reads the whole cache again: slower in all that was measured with 64 and
-    128 rows.
+    loads are awaited, and what does not overlap with them is less. In 16 bits it has to be less by
+    a margin (`_MOST_OWN_WORK`). Never with several row tiles, each of which reads the whole cache
+    again: slower in all that was measured with 64 and 128 rows.
     """
     if not 0 < s_q * h <= TRANSPOSED_ROWS:
         return False
@@ -135,7 +135,8 @@ def transposed_is_faster(gpu: Gpu, *, s_q: int, h: int, format: str) -> bool:
     transposed, dense = (schedule_us(gpu, transposed=x, **step) for x in (True, False))
     if transposed[0] != dense[0]:
         return transposed[0] < dense[0]
-    return transposed[1] < dense[1] * (1.0 if FORMATS[format].in_e4m3 else _OWN_WORK)
+    most = _MOST_OWN_WORK if FORMATS[format].scaling == "none" else 1.0
+    return transposed[1] < dense[1] * most
 
 
 def _operand_bytes(format: str) -> int:

@@ -20,23 +20,27 @@ from pallas_kernels.hopper.row_tiles import num_tiles
 SEQ, TILE, END_SEQ, END_TILE, MERGE_SEQ, MERGE_SLOT, MERGE_REST, MERGE_PIECES = range(8)
 """The columns of a plan."""
 
-# Costs in units of one key tile.
-SEQUENCE_COST = 2
+TILE_COST = 4
+"""What a key tile takes: the unit of the other costs is a quarter of it."""
+SEQUENCE_COST = 2 * TILE_COST
 """Starting and ending a sequence: loading its queries, filling the pipeline, writing its output."""
-COMBINE_COST = 4
+EMPTY_COST = 1
+"""The same of a sequence without keys: its length is read, zeros are written."""
+COMBINE_COST = 4 * TILE_COST
 """What splitting any sequence at all costs: partial results written, read and merged."""
 MIN_PIECE = 2
-"""No piece of a split sequence is shorter, unless parts are."""
+"""Tiles. No piece of a split sequence is shorter, but where a part's share is a single tile."""
 
 
-def min_part(cache_format: str | None) -> int:
-    """Tiles of the smallest part that is worth a CTA: in e4m3 one for each math warpgroup. Without
-    a format, what suits all.
+def min_share(cache_format: str | None) -> int:
+    """Tiles of the smallest share that is worth a CTA, for caches of a format; without one, what
+    suits all.
 
-    MEASURED: H200, attention + combine, us, a tile instead of two: 128 heads, bf16, (1, 2048) 10.7
-    instead of 11.7, (1, 4096) the same; fp8_token, (1, 4096) 16.9 instead of 14.9.
+    In e4m3 a pair, for a lone tile is taken twice (docs/decode_e4m3.md). MEASURED: H200, attention
+    + combine, us, a tile instead of two: 128 heads, bf16, (1, 2048) 10.7 instead of 11.7, (1, 4096)
+    the same; fp8_token, (1, 4096) 16.9 instead of 14.9.
     """
-    return 2 if cache_format is None or FORMATS[cache_format].in_e4m3 else 1
+    return MIN_PIECE if cache_format is None or FORMATS[cache_format].in_e4m3 else 1
 
 
 def divide(
@@ -63,25 +67,28 @@ def divide(
     tiles = -(-jnp.maximum(seq_lens, 0) // BLOCK_KV)
     batch = tiles.shape[0]
     # No length, however wild, may make the sum overflow.
-    tiles = jnp.minimum(tiles, (2**31 - 1) // batch - SEQUENCE_COST - num_parts)
+    most = ((2**31 - 1) // batch - SEQUENCE_COST) // TILE_COST - num_parts
+    tiles = jnp.minimum(tiles, most)
     # One more, empty, sequence: the cuts behind the last one fall on its start.
     tiles = jnp.append(tiles, 0)
-    costs = jnp.cumsum(tiles + SEQUENCE_COST) - tiles - SEQUENCE_COST
+    start_costs = jnp.where(tiles > 0, SEQUENCE_COST, EMPTY_COST)
+    costs = _sum_before(tiles * TILE_COST + start_costs)
 
     def longest(cut_seq, cut_tile):
         """Cost of the longest part; a part that starts inside a sequence pays for starting it
         again."""
-        cost = costs[cut_seq] + jnp.where(cut_tile > 0, SEQUENCE_COST + cut_tile, 0)
+        cost = costs[cut_seq] + jnp.where(cut_tile > 0, SEQUENCE_COST + cut_tile * TILE_COST, 0)
         return jnp.max(jnp.diff(cost) + jnp.where(cut_tile[:-1] > 0, SEQUENCE_COST, 0))
 
-    def cut_line(sequence_cost):
+    def cut_line(start_costs):
         """Cuts of the line on which a sequence is so much longer than its tiles: between sequences
         only, and within them too; each with the cost of its longest part."""
-        end = jnp.cumsum(tiles[:-1] + sequence_cost)
-        begin = jnp.append(0, end)
-        share = jnp.maximum(-(-end[-1] // num_parts), min_part(cache_format))
+        begin = _sum_before(tiles * TILE_COST + start_costs)
+        end = begin[1:]
+        share = -(-end[-1] // (num_parts * TILE_COST))  # in tiles
+        share = jnp.maximum(share, min_share(cache_format))
         shortest = jnp.minimum(share, MIN_PIECE)
-        goal = jnp.minimum(jnp.arange(num_parts + 1) * share, end[-1])
+        goal = jnp.minimum(jnp.arange(num_parts + 1) * share * TILE_COST, end[-1])
         # Sequences of no length at the line's start are the first part's.
         seq = _count_up_to(end, goal).at[0].set(0)
 
@@ -89,15 +96,15 @@ def divide(
             cuts = jnp.where(at_end, seq + 1, seq), jnp.where(at_end, 0, tile)
             return longest(*cuts), cuts
 
-        tile = jnp.clip(goal - begin[seq] - sequence_cost, 0, tiles[seq])
+        tile = jnp.clip((goal - begin[seq] - start_costs[seq]) // TILE_COST, 0, tiles[seq])
         rest = tiles[seq] - tile
         near_end = (rest < shortest) & (tile >= shortest)
         return cut(tile > rest, 0), cut(near_end, jnp.where(tile < shortest, 0, tile))
 
     # Shares of the cost are equal but for whole tiles; where they are small, those of the tiles
     # alone may be better.
-    whole, split = cut_line(SEQUENCE_COST)
-    _, of_tiles = cut_line(0)
+    whole, split = cut_line(start_costs)
+    _, of_tiles = cut_line(jnp.zeros_like(start_costs))
     choose = lambda condition, a, b: jax.tree.map(functools.partial(jnp.where, condition), a, b)
     split = choose(of_tiles[0] < split[0], of_tiles, split)
     cut_seq, cut_tile = choose(whole[0] <= split[0] + COMBINE_COST, whole[1], split[1])
@@ -110,6 +117,11 @@ def divide(
     first = _count_up_to(2 * seq + (tile > 0), 2 * merge_seq) - 1
     merges = [merge_seq, 2 * first + (seq[first] != merge_seq), 2 * (first + 1), last - first + 1]
     return jnp.stack([seq, tile, end_seq, cut_tile[1:], *merges], axis=1).astype(jnp.int32)
+
+
+def _sum_before(values):
+    """The sum of all before each of `values`."""
+    return jnp.cumsum(values) - values
 
 
 def _count_up_to(values, limits):

@@ -65,8 +65,16 @@ def limit_sms(monkeypatch, num_sms):
 def simulate(
     case, num_sms, monkeypatch, *, scale=inputs.SCALE, causal=True, attn_sink=None, expect=None
 ):
-    """`mla_decode` on so few SMs; out and lse are checked against the oracle (of `expect`)."""
+    """`mla_decode` on so few SMs, of which out and lse are checked against the oracle (of
+    `expect`): its plan."""
     limit_sms(monkeypatch, num_sms)
+    made = []
+
+    def divide(seq_lens, **kwargs):
+        made.append(kwargs)
+        return plan.divide(seq_lens, **kwargs)
+
+    monkeypatch.setattr(decode, "divide", divide)
     monkeypatch.setattr(combine, "CTAS_PER_SM", 1)
     kwargs = {"scale": scale, "causal": causal, "attn_sink": attn_sink}
     simulation = simulator.Simulation(
@@ -78,8 +86,7 @@ def simulate(
     expected_out, expected_lse = oracle.decode(*(expect or case).args, **kwargs)
     tolerances.check("out", out, expected_out, tolerances.OUT[out.dtype.name])
     tolerances.check("lse", lse, expected_lse, tolerances.LSE)
-    rows = case.q_latent.shape[1] * case.q_latent.shape[2]
-    return plan.divide(case.seq_lens, rows=rows, cache_format=case.cache.format)
+    return plan.divide(case.seq_lens, **made[-1])
 
 
 def cuts(parts):

@@ -10,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mla_jax import DecodePlan, plan_decode
+from pallas_kernels.formats import E4M3_FORMATS
+from pallas_kernels.formats import FORMATS as CACHE_FORMATS
 from pallas_kernels.hopper import plan
 from pallas_kernels.hopper.limits import BLOCK_M, NUM_SMS
 
-SLACK = 2 * plan.MIN_PIECE + 2 * plan.SEQUENCE_COST + plan.COMBINE_COST
-"""How much longer, in key tiles, than an equal share the longest part may be: cuts move by up to a
-smallest piece, a cut sequence is started twice, and not splitting at all is worth a little."""
+SLACK = (2 * plan.MIN_PIECE + 1) * plan.TILE_COST + 2 * plan.SEQUENCE_COST + plan.COMBINE_COST
+"""How much more than an equal share the longest part may cost: cuts move by up to a smallest piece
+and to whole tiles, a cut sequence is started twice, and not splitting at all is worth a little."""
 
 
 @functools.cache
@@ -41,15 +43,15 @@ def pieces_of(parts, tiles):
 
 def check(lens, rows=1, num_sms=NUM_SMS, cache_format=None):
     """A plan keeps its promises; returns the pieces and the cost of each part."""
-    divide = planner(rows, num_sms, cache_format=cache_format)
-    parts = np.asarray(divide(jnp.asarray(lens, jnp.int32)))
+    of_lengths = planner(rows, num_sms, cache_format=cache_format)
+    parts = np.asarray(of_lengths(jnp.asarray(lens, jnp.int32)))
     tiles = num_tiles(lens)
     num_parts = max(1, num_sms // -(-rows // 64))
     assert parts.shape == (num_parts, 8) and parts.dtype == np.int32
 
     pieces = list(pieces_of(parts, tiles))
-    enough = tiles.sum() > plan.MIN_PIECE * num_parts
-    shortest = plan.MIN_PIECE if enough else plan.min_part(cache_format)
+    in_16_bits = cache_format not in (None, *E4M3_FORMATS)
+    shortest = 1 if in_16_bits and tiles.sum() <= num_parts else 2
     covered = {s: 0 for s in range(len(lens))}
     owners = {s: [] for s in range(len(lens))}
     for part, s, begin, end in pieces:
@@ -73,15 +75,16 @@ def check(lens, rows=1, num_sms=NUM_SMS, cache_format=None):
     for s, first, second, number in merges:
         assert [first, *(second + 2 * i for i in range(number - 1))] == slots[s], f"sequence {s}"
 
+    start_costs = np.where(tiles > 0, plan.SEQUENCE_COST, plan.EMPTY_COST)
     costs = np.zeros(num_parts)
-    for part, _, begin, end in pieces:
-        costs[part] += end - begin + plan.SEQUENCE_COST
-    share = (tiles.sum() + plan.SEQUENCE_COST * len(lens)) / num_parts
+    for part, s, begin, end in pieces:
+        costs[part] += (end - begin) * plan.TILE_COST + start_costs[s]
+    share = (tiles.sum() * plan.TILE_COST + start_costs.sum()) / num_parts
     assert costs.max() <= share + SLACK, f"the longest part is {costs.max()}, a share is {share}"
     return pieces, costs
 
 
-FORMATS = st.sampled_from([None, "bf16", "fp8_token"])
+FORMATS = st.sampled_from([None, *CACHE_FORMATS])
 lengths = st.one_of(
     st.sampled_from([0, 0, 1, 63, 64, 65]), st.integers(0, 2000), st.integers(0, 200_000)
 )
@@ -96,7 +99,7 @@ def test_any_lengths(lens, device, cache_format):
     check(lens, *device, cache_format)
 
 
-@given(st.lists(st.integers(0, 64 * 40), min_size=1, max_size=3), FORMATS)
+@given(st.lists(st.integers(0, 64 * 100), min_size=1, max_size=3), FORMATS)
 def test_few_tiles(lens, cache_format):
     """Not enough for all SMs, or just so."""
     check(lens, 1, NUM_SMS, cache_format)
@@ -110,11 +113,11 @@ def busy(costs, share=0.5):
 @pytest.mark.parametrize(
     ("lens", "rows"),
     [
-        ([4096], 128),
         ([131072], 128),
         ([100_000] + [64] * 60, 16),
         ([64] * 60 + [100_000], 128),
         ([0] * 200 + [50_000], 16),
+        ([131_072] + [0] * 255, 16),
         ([0, 60_000, 0, 0, 90_000] + [0] * 50, 16),
         ([4096] * 128, 128),
         ([300, 40_000] * 40, 16),
@@ -122,9 +125,23 @@ def busy(costs, share=0.5):
     ],
     ids=lambda value: f"{len(value)} sequences" if isinstance(value, list) else f"{value} rows",
 )
-def test_every_sm_has_work(lens, rows):
-    _, costs = check(lens, rows, cache_format="bf16")
+@pytest.mark.parametrize("cache_format", [None, "bf16"])
+def test_every_sm_has_work(lens, rows, cache_format):
+    _, costs = check(lens, rows, cache_format=cache_format)
     assert busy(costs) > 0.9
+
+
+def test_a_short_sequence_for_every_sm():
+    """64 tiles for 66 parts, but in e4m3, where a part has two at least."""
+    for cache_format, number in (("f16", 64), ("fp8_token", 32), (None, 32)):
+        assert len(check([4096], 128, cache_format=cache_format)[0]) == number
+
+
+def test_empty_sequences_are_no_work_to_speak_of():
+    """The padding of a batch to a size that is compiled; most SMs have keys."""
+    tiles = num_tiles([131_072]).item()
+    pieces, _ = check([0] * 127 + [131_072], 16)
+    assert max(end - begin for _, _, begin, end in pieces) <= tiles / NUM_SMS + 2
 
 
 def test_whole_or_split():
@@ -132,7 +149,7 @@ def test_whole_or_split():
     # Two sequences to a part: a longest part of 132 tiles where the mean is 128.
     assert len(check([4096] * 128, 128)[0]) == 128
     # One of three on two SMs: 2 x 8 tiles against 12, which is as much as the combine costs.
-    cost = plan.COMBINE_COST
+    cost = plan.COMBINE_COST // plan.TILE_COST
     tiles = lambda n: [64 * n] * 3
     assert len(check(tiles(2 * cost), 1, 2)[0]) == 3
     assert len(check(tiles(2 * cost + 8), 1, 2)[0]) > 3
@@ -150,10 +167,12 @@ def test_wild_lengths_do_not_overflow(batch):
 
 
 def test_splitting_stops_at_small_pieces():
-    """A short sequence alone: more, smaller pieces would cost more than they bring."""
+    """A short sequence alone."""
     for cache_format, number in ((None, 8), ("fp8_full", 8), ("bf16", 16), ("fp8_ds_mla", 16)):
         assert len(check([1024], cache_format=cache_format)[0]) == number
         assert len(check([64], cache_format=cache_format)[0]) == 1
+    # Shares of two tiles, and an odd number of tiles: the last one alone is no piece.
+    assert len(check([64 * 65], num_sms=34, cache_format="bf16")[0]) == 32
 
 
 def test_equal_short_sequences_are_not_split():
@@ -184,8 +203,9 @@ def test_one_program_for_all_lengths():
     """Traced lengths, on the device: nothing is read on the host, and no step follows another."""
     sizes = {"num_heads": 16, "q_len": 2, "page_size": 32}
     make = functools.partial(plan_decode, **sizes, cache_format="f16")
-    lens = jnp.array([5, 0, 70_000], jnp.int32)
+    lens = jnp.array([5, 0, 2000], jnp.int32)
     plan = jax.jit(make)(lens)
+    assert (plan.parts != plan_decode(lens, **sizes).parts).any()
     np.testing.assert_array_equal(plan.parts, planner(32, NUM_SMS, cache_format="f16")(lens))
     assert isinstance(plan, DecodePlan)
     assert (plan.batch, plan.num_heads, plan.q_len, plan.page_size) == (3, 16, 2, 32)
@@ -246,6 +266,13 @@ def test_a_plan_for_another_call(name, planned, size):
             {"page_size": 0},
             ValueError,
             "`page_size` is 0: must be at least 1",
+        ),
+        (
+            jnp.zeros((2,), jnp.int32),
+            {"cache_format": np.array(["f32"])},
+            ValueError,
+            "`cache_format` is array(['f32'], dtype='<U3'): must be one of 'bf16', 'f16', 'f32', "
+            "'fp8_ds_mla', 'fp8_token', 'fp8_full'",
         ),
         (
             jnp.zeros((2,), jnp.int32),

@@ -153,8 +153,14 @@ def test_one_compilation_serves_every_step_and_similar_prompts(model):
     assert len(calls) == traced
 
 
-def test_one_plan_serves_all_layers_of_a_step(model):
-    plans = []
+def test_one_plan_serves_all_layers_of_a_step(model, monkeypatch):
+    plans, of_formats = [], []
+
+    def plan_decode(*args, cache_format, **kwargs):
+        of_formats.append(cache_format)
+        return mla_jax.plan_decode(*args, cache_format=cache_format, **kwargs)
+
+    monkeypatch.setattr("mla_jax.models.deepseek.plan_decode", plan_decode)
     model = nnx.clone(model)
 
     def decode(*args, plan, **kwargs):
@@ -163,7 +169,8 @@ def test_one_plan_serves_all_layers_of_a_step(model):
 
     for layer in model.layers:
         layer.attention.decode_fn = decode
-    generate(model, max_new_tokens=3)
+    generate(model, max_new_tokens=3, cache_format="fp8_full")
+    assert of_formats == ["fp8_full"]
     assert len(plans) == CONFIG["num_hidden_layers"] > 1
     assert all(parts is plans[0] for parts in plans)
 
