@@ -31,6 +31,8 @@ NEEDLE_SCORE = 14.0
 NEEDLE_SLOTS = 200 + 37 * np.arange(HEADS)
 
 IDENTITY = ("op", "inputs", "context", "format", "implementation")
+STYLES = {"xla": "-", "mosaic": "--", "mosaic_transposed": ":"}
+"""Lines of the implementations in the picture."""
 
 
 class Case(NamedTuple):
@@ -171,6 +173,7 @@ def run(implementations: Sequence[str], contexts: Sequence[int], output: Path) -
                             **{key: float(f"{value:.3g}") for key, value in found.items()},
                             "device": device,
                             "date": records.today(),
+                            "source": records.source_digest(),
                         }
                     )
             records.add(output, about, rows, identity=IDENTITY)
@@ -213,7 +216,7 @@ def plot(results: dict[str, Any], file: Path) -> None:
     figure, panels = plt.subplots(1, len(INPUTS), figsize=(11, 3.6), sharey=True)
     for panel, name in zip(panels, INPUTS, strict=True):
         for index, format in enumerate(FORMATS):
-            for implementation, style in (("xla", "-"), ("mosaic", "--")):
+            for implementation, style in STYLES.items():
                 points = sorted(
                     (row["context"], row["rms_err"])
                     for row in results["rows"]
