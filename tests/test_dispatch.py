@@ -133,7 +133,7 @@ def test_none_takes_the_schedule_that_is_predicted_to_be_faster(
     predicted = cost.transposed_is_faster(GPUS[name], h=h_q, s_q=s_q, format=format)
     assert call(None, case) == predicted
     assert not call("mosaic", case) and call("mosaic_transposed", case)
-    # Of what is loaded in 16 bits the schedules end alike where memory bounds both.
+    # In 16 bits, where memory bounds both, the transposed one must have less work by a margin.
     most = 16 if format in ("bf16", "f16") and name != "H20" else 32
     assert predicted == (h_q * s_q <= most)
 

@@ -25,7 +25,7 @@ TILE_COST = 4
 SEQUENCE_COST = 2 * TILE_COST
 """Starting and ending a sequence: loading its queries, filling the pipeline, writing its output."""
 EMPTY_COST = 1
-"""The same of a sequence without keys: its length is read, zeros are written."""
+"""The same of a sequence without keys, whose length is read and zeros are written: estimated."""
 COMBINE_COST = 4 * TILE_COST
 """What splitting any sequence at all costs: partial results written, read and merged."""
 MIN_PIECE = 2
@@ -80,10 +80,10 @@ def divide(
         cost = costs[cut_seq] + jnp.where(cut_tile > 0, SEQUENCE_COST + cut_tile * TILE_COST, 0)
         return jnp.max(jnp.diff(cost) + jnp.where(cut_tile[:-1] > 0, SEQUENCE_COST, 0))
 
-    def cut_line(start_costs):
+    def cut_line(counted):
         """Cuts of the line on which a sequence is so much longer than its tiles: between sequences
         only, and within them too; each with the cost of its longest part."""
-        begin = _sum_before(tiles * TILE_COST + start_costs)
+        begin = _sum_before(tiles * TILE_COST + counted)
         end = begin[1:]
         share = -(-end[-1] // (num_parts * TILE_COST))  # in tiles
         share = jnp.maximum(share, min_share(cache_format))
@@ -96,7 +96,7 @@ def divide(
             cuts = jnp.where(at_end, seq + 1, seq), jnp.where(at_end, 0, tile)
             return longest(*cuts), cuts
 
-        tile = jnp.clip((goal - begin[seq] - start_costs[seq]) // TILE_COST, 0, tiles[seq])
+        tile = jnp.clip((goal - begin[seq] - counted[seq]) // TILE_COST, 0, tiles[seq])
         rest = tiles[seq] - tile
         near_end = (rest < shortest) & (tile >= shortest)
         return cut(tile > rest, 0), cut(near_end, jnp.where(tile < shortest, 0, tile))

@@ -65,8 +65,8 @@ def limit_sms(monkeypatch, num_sms):
 def simulate(
     case, num_sms, monkeypatch, *, scale=inputs.SCALE, causal=True, attn_sink=None, expect=None
 ):
-    """`mla_decode` on so few SMs, of which out and lse are checked against the oracle (of
-    `expect`): its plan."""
+    """Run `mla_decode` on so few SMs, check out and lse against the oracle (of `expect`), and
+    return the plan that it made."""
     limit_sms(monkeypatch, num_sms)
     made = []
 

@@ -93,8 +93,8 @@ def simulate(
     given_plan=None,
     within=None,
 ):
-    """`run`, of which out and lse are checked against the oracle (of `expect`): its plan, unless
-    one is given."""
+    """`run`, check out and lse against the oracle (of `expect`), and return the plan that was made,
+    if none is given."""
     made = []
 
     def divide(seq_lens, **kwargs):
