@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels import decode
-from pallas_kernels.combine import kernel as combine
 from pallas_kernels.decode_dense import kernel, load
 from pallas_kernels.decode_dense.config import Config
 from pallas_kernels.hopper import plan
 from tests import inputs, oracle, tolerances
 from tests.kernels import simulator
+from tests.kernels.few_sms import limit_sms, record_plan
 
 pytestmark = [pytest.mark.interpret, pytest.mark.timeout(120)]
 
@@ -57,25 +57,13 @@ def barrier_of(site):
     return re.search(r"\bbar\.(\w+)", site.argument).group(1)
 
 
-def limit_sms(monkeypatch, num_sms):
-    for module in (plan, decode):
-        monkeypatch.setattr(module, "num_sms", lambda: num_sms)
-
-
 def simulate(
     case, num_sms, monkeypatch, *, scale=inputs.SCALE, causal=True, attn_sink=None, expect=None
 ):
     """Run `mla_decode` on so few SMs, check out and lse against the oracle (of `expect`), and
     return the plan that it made."""
     limit_sms(monkeypatch, num_sms)
-    made = []
-
-    def divide(seq_lens, **kwargs):
-        made.append(kwargs)
-        return plan.divide(seq_lens, **kwargs)
-
-    monkeypatch.setattr(decode, "divide", divide)
-    monkeypatch.setattr(combine, "CTAS_PER_SM", 1)
+    made = record_plan(monkeypatch)
     kwargs = {"scale": scale, "causal": causal, "attn_sink": attn_sink}
     simulation = simulator.Simulation(
         lambda *args: decode.mla_decode(
@@ -86,7 +74,7 @@ def simulate(
     expected_out, expected_lse = oracle.decode(*(expect or case).args, **kwargs)
     tolerances.check("out", out, expected_out, tolerances.OUT[out.dtype.name])
     tolerances.check("lse", lse, expected_lse, tolerances.LSE)
-    return plan.divide(case.seq_lens, **made[-1])
+    return made(case.seq_lens)
 
 
 def cuts(parts):

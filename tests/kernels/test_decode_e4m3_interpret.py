@@ -19,13 +19,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels import decode
-from pallas_kernels.combine import kernel as combine
 from pallas_kernels.decode_e4m3 import kernel
 from pallas_kernels.decode_e4m3.config import Config
 from pallas_kernels.formats import E4M3_FORMATS
-from pallas_kernels.hopper import plan
 from tests import inputs, oracle, tolerances
 from tests.kernels import simulator
+from tests.kernels.few_sms import limit_sms, record_plan
 
 pytestmark = [pytest.mark.interpret, pytest.mark.timeout(120)]
 
@@ -63,10 +62,10 @@ def simulate(
     expect=None,
     within=TOLERANCES,
 ):
-    """`mla_decode` on so few SMs; out and lse are checked against the oracle (of `expect`)."""
-    for module in (plan, decode):
-        monkeypatch.setattr(module, "num_sms", lambda: num_sms)
-    monkeypatch.setattr(combine, "CTAS_PER_SM", 1)
+    """Run `mla_decode` on so few SMs, check out and lse against the oracle (of `expect`), and
+    return the plan that it made."""
+    limit_sms(monkeypatch, num_sms)
+    made = record_plan(monkeypatch)
     kwargs = {"scale": scale, "causal": causal, "attn_sink": attn_sink}
     simulation = simulator.Simulation(
         lambda *args: decode.mla_decode(
@@ -77,7 +76,7 @@ def simulate(
     expected_out, expected_lse = oracle.decode(*(expect or case).args, **kwargs)
     tolerances.check("out", out, expected_out, within[0])
     tolerances.check("lse", lse, expected_lse, within[1])
-    return plan.divide(case.seq_lens, rows=case.q_latent.shape[1] * case.q_latent.shape[2])
+    return made(case.seq_lens)
 
 
 def cuts(parts):

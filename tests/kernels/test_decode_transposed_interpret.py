@@ -21,13 +21,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels import decode
-from pallas_kernels.combine import kernel as combine
 from pallas_kernels.decode_transposed import kernel, products
 from pallas_kernels.decode_transposed.config import Config
 from pallas_kernels.formats import E4M3_FORMATS
 from pallas_kernels.hopper import plan
 from tests import inputs, oracle, tolerances
 from tests.kernels import simulator
+from tests.kernels.few_sms import limit_sms, record_plan
 
 pytestmark = [pytest.mark.interpret, pytest.mark.timeout(120)]
 
@@ -76,11 +76,6 @@ def decode_case(lens, format, **sizes):
     return dataclasses.replace(case, q_latent=small(case.q_latent), q_rope=small(case.q_rope))
 
 
-def limit_sms(monkeypatch, num_sms):
-    for module in (plan, decode):
-        monkeypatch.setattr(module, "num_sms", lambda: num_sms)
-
-
 def simulate(
     case,
     num_sms,
@@ -95,13 +90,7 @@ def simulate(
 ):
     """`run`, check out and lse against the oracle (of `expect`), and return the plan that was made,
     if none is given."""
-    made = []
-
-    def divide(seq_lens, **kwargs):
-        made.append(kwargs)
-        return plan.divide(seq_lens, **kwargs)
-
-    monkeypatch.setattr(decode, "divide", divide)
+    made = record_plan(monkeypatch)
     kwargs = {"scale": scale, "causal": causal, "attn_sink": attn_sink}
     out, lse = run(case, num_sms, monkeypatch, **kwargs, given_plan=given_plan)
     expected_out, expected_lse = oracle.decode(*(expect or case).args, **kwargs)
@@ -111,7 +100,7 @@ def simulate(
         within = (tolerances.E4M3_OUT, tolerances.E4M3_LSE) if in_e4m3 else of_16_bits
     tolerances.check("out", out, expected_out, within[0])
     tolerances.check("lse", lse, expected_lse, within[1])
-    return plan.divide(case.seq_lens, **made[-1]) if given_plan is None else None
+    return made(case.seq_lens) if given_plan is None else None
 
 
 def run(
@@ -126,7 +115,6 @@ def run(
 ):
     """`mla_decode` on so few SMs: out and lse."""
     limit_sms(monkeypatch, num_sms)
-    monkeypatch.setattr(combine, "CTAS_PER_SM", 1)
     simulation = simulator.Simulation(
         lambda *args: decode.mla_decode(
             *args,
@@ -160,7 +148,7 @@ def test_split_and_whole_sequences_with_a_sink(format, monkeypatch):
 
 @ALL_FORMATS
 def test_pieces_of_a_tile(format, monkeypatch):
-    """In e4m3 of two: one for each math warpgroup."""
+    """In e4m3 of two, for a lone one is taken twice."""
     sizes = {"h_q": 8, "page_size": 64, "kv_lora_rank": 256, "rope_dim": 64}
     parts = simulate(decode_case((500,), format, **sizes), 8, monkeypatch)
     begins = {*parts[:, plan.TILE].tolist()}

@@ -15,9 +15,9 @@ from pallas_kernels.formats import FORMATS as CACHE_FORMATS
 from pallas_kernels.hopper import plan
 from pallas_kernels.hopper.limits import BLOCK_M, NUM_SMS
 
-SLACK = (2 * plan.MIN_PIECE + 1) * plan.TILE_COST + 2 * plan.SEQUENCE_COST + plan.COMBINE_COST
-"""How much more than an equal share the longest part may cost: cuts move by up to a smallest piece
-and to whole tiles, a cut sequence is started twice, and not splitting at all is worth a little."""
+SLACK = 2 * plan.MIN_PIECE * plan.TILE_COST + 2 * plan.SEQUENCE_COST + plan.COMBINE_COST
+"""How much more than an equal share the longest part may cost: cuts move by up to a smallest piece,
+a cut sequence is started twice, and not splitting at all is worth a little."""
 
 
 @functools.cache
