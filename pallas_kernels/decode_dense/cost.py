@@ -13,9 +13,9 @@ _MOST_OWN_WORK = 0.85
 tiles are multiplied as they are loaded, in 16 bits, for it to be taken.
 
 Fitted to an H200, bf16 and large caches; f16 and the H100 are taken to be alike. MEASURED:
-attention + combine, transposed and dense, us: (128, 4096), 16 heads (0.82) 140.1 and 140.3, 24
-heads (0.89) 143.3 and 141.2, 32 heads (0.95) 146.5 and 140.9; (16, 65536) 272.1 and 273.1, 275.7
-and 273.7, 279.9 and 274.4; (16, 4096) 25.4 and 26.5, 27.4 and 28.2, 29.4 and 27.8.
+attention + combine, transposed and dense, us: (128, 4096), 16 heads (0.82) 142.7 and 143.7, 24
+heads (0.89) 145.8 and 143.7, 32 heads (0.95) 149.0 and 144.4; (16, 65536) 277.8 and 278.5, 280.6
+and 279.9, 284.9 and 280.2; (16, 4096) 25.7 and 26.9, 28.0 and 28.9, 29.6 and 28.0.
 """
 
 _TILE = 64

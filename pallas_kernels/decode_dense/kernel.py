@@ -100,7 +100,7 @@ from pallas_kernels.decode_dense.config import Config
 from pallas_kernels.decode_dense.cta import Cta
 from pallas_kernels.decode_dense.load import convert_wg, load_wg
 from pallas_kernels.hopper.decode import launch
-from pallas_kernels.hopper.inline import store_rows, sync_warps, zero_rows
+from pallas_kernels.hopper.inline import store_zeros, sync_warps, zero_rows
 from pallas_kernels.hopper.layouts import WGMMA, WGMMA_ROW, across, full
 from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M
 from pallas_kernels.hopper.mma import add_dot, dot, opaque_zero
@@ -224,7 +224,8 @@ def _mma_wg1(cta: Cta) -> None:
             _store_last(cta, piece, out, config.right, smem.kv_right, stage)
 
         def empty():
-            _store_zeros(cta, piece)
+            every = slice(0, config.d_latent)
+            _to_output(cta, piece, every, functools.partial(store_zeros, interpret=cta.interpret))
             _store_lse(cta, piece, full((BLOCK_M,), -jnp.inf, jnp.float32))
 
         pl.when(piece.tiles > 0)(live)
@@ -281,19 +282,8 @@ def _store_last(cta: Cta, piece: Piece, out: jax.Array, cols: slice, ring: Any, 
     plgpu.barrier_arrive(cta.bar.k_empty.at[stage])
 
 
-def _store_zeros(cta: Cta, piece: Piece) -> None:
-    """Store the output of rows without keys."""
-    config = cta.config
-    zeros = full((BLOCK_M, config.d_half), 0.0, jnp.float32).astype(jnp.dtype(config.dtype))
-    store = functools.partial(
-        store_rows, tile=zeros, rows=config.tile_rows, interpret=cta.interpret
-    )
-    for cols in (config.left, config.right):
-        _to_output(cta, piece, cols, store)
-
-
 def _to_output(cta: Cta, piece: Piece, cols: slice, store: Callable[[Any], None]) -> None:
-    """Call `store` with the place of a half: final for a whole sequence, else partial."""
+    """Call `store` with the place of these channels: final for a whole sequence, else partial."""
     rows = pl.ds(pl.multiple_of(cta.row_tile * BLOCK_M, BLOCK_M), cta.config.tile_rows)
     final = cta.gmem.out.at[piece.seq, cta.rows, cols]
     partial = cta.gmem.partial.at[piece.slot, rows, cols]

@@ -70,6 +70,7 @@ Both math warpgroups arrive at and wait for the last five, in one order: they ar
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,7 +84,7 @@ from pallas_kernels.decode_e4m3.config import Config
 from pallas_kernels.formats import E4M3_MAX
 from pallas_kernels.hopper import fp8, queries
 from pallas_kernels.hopper.decode import launch
-from pallas_kernels.hopper.inline import any_vote, sync_warps, vote
+from pallas_kernels.hopper.inline import any_vote, store_zeros, sync_warps, vote
 from pallas_kernels.hopper.layouts import WGMMA_8BIT_ROW, WGMMA_ROW, across, down, full, tiled
 from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M
 from pallas_kernels.hopper.mma import add_dots, dot, dot_after, opaque_zero
@@ -255,11 +256,13 @@ def _math_wg(wg: int, cta: Cta) -> None:
             plgpu.barrier_arrive(bar.k_empty.at[other])
 
         def empty():
-            _store(cta, piece, half, (full(accumulator, 0.0, jnp.float32),) * 2, None)
-            if wg == 0:
-                _store_lse(cta, piece, full((BLOCK_M,), -jnp.inf, jnp.float32))
+            every = slice(0, config.d_latent)
+            _to_output(cta, piece, every, functools.partial(store_zeros, interpret=interpret))
+            _store_lse(cta, piece, full((BLOCK_M,), -jnp.inf, jnp.float32))
 
-        lax.cond(piece.tiles > 0, live, empty)
+        pl.when(piece.tiles > 0)(live)
+        if wg == 0:
+            pl.when(piece.tiles == 0)(empty)
         return count + 2 * (last_pair + 1)
 
     cta.part.each_piece(run, jnp.int32(0))
@@ -404,30 +407,29 @@ def _finish(cta: Cta, wg: int, piece: Piece, accs, softmax: PairedSoftmax, stage
     _store(cta, piece, half, accs, stage)
 
 
-def _store(cta: Cta, piece: Piece, half: slice, accs, stage: jax.Array | None) -> None:
-    """Store a half, given as the transposed even and odd columns: final for a whole sequence, else
-    partial. It goes through the memory of `stage`, if given, which no one uses any more."""
-    config, gmem, interpret = cta.config, cta.gmem, cta.interpret
+def _store(cta: Cta, piece: Piece, half: slice, accs, stage: jax.Array) -> None:
+    """Store a half, given as the transposed even and odd columns, by way of the memory of `stage`,
+    which no one uses any more."""
+    config, interpret = cta.config, cta.interpret
     latent, _, staging = cta.views
     even, odd = (acc.astype(jnp.dtype(config.dtype)) for acc in accs)
-    first_slot = pl.multiple_of(cta.row_tile * BLOCK_M, BLOCK_M)
-    final = gmem.out.at[piece.seq, pl.ds(cta.first_row, config.tile_rows), half]
-    partial = gmem.partial.at[piece.slot, pl.ds(first_slot, config.tile_rows), half]
-
-    def to_output(store):
-        pl.when(piece.whole)(lambda: store(final))
-        pl.when(jnp.logical_not(piece.whole))(lambda: store(partial))
-
-    if stage is None:
-        to_output(lambda ref: fp8.store_transposed(ref, even, odd, interpret=interpret))
-        return
     if interpret:  # what was there is lost
         latent[stage] = jnp.full(latent.shape[1:], jnp.nan, latent.dtype)
     tile = staging.at[stage, pl.ds(0, config.tile_rows)]
     fp8.stage_transposed(tile, even, odd, config.out_transforms, interpret=interpret)
     plgpu.commit_smem()
-    to_output(lambda ref: plgpu.copy_smem_to_gmem(tile, ref))
+    _to_output(cta, piece, half, lambda ref: plgpu.copy_smem_to_gmem(tile, ref))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _to_output(cta: Cta, piece: Piece, cols: slice, store: Callable[[Any], None]) -> None:
+    """Call `store` with the place of these channels: final for a whole sequence, else partial."""
+    gmem, tile_rows = cta.gmem, cta.config.tile_rows
+    first_slot = pl.multiple_of(cta.row_tile * BLOCK_M, BLOCK_M)
+    final = gmem.out.at[piece.seq, pl.ds(cta.first_row, tile_rows), cols]
+    partial = gmem.partial.at[piece.slot, pl.ds(first_slot, tile_rows), cols]
+    pl.when(piece.whole)(lambda: store(final))
+    pl.when(jnp.logical_not(piece.whole))(lambda: store(partial))
 
 
 def _store_lse(cta: Cta, piece: Piece, lse2: jax.Array) -> None:

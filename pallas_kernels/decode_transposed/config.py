@@ -93,9 +93,9 @@ class Config(DecodeConfig):
         tiles; and where `load_wg` has four pages, a tile ahead, and the addresses of their scales
         in its 24 registers."""
         if self.widened and not self.loads_ahead and self.d_latent == 512:
-            return 400
+            return 424
         if self.in_e4m3 and self.row_tiles > 1 and self.rows % self.row_tile:
-            return 32
+            return 40
         return 4 if self.scaled and self.pages_per_tile > 2 else 0
 
     @property

@@ -96,6 +96,7 @@ other, which then has read these.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,7 +110,7 @@ from pallas_kernels.decode_transposed.config import VIEWS, Config
 from pallas_kernels.decode_transposed.products import In16Bits, InE4m3, Widened, by_side
 from pallas_kernels.hopper import columns, fp8
 from pallas_kernels.hopper.decode import launch
-from pallas_kernels.hopper.inline import sync_warps
+from pallas_kernels.hopper.inline import store_zeros, sync_warps
 from pallas_kernels.hopper.layouts import WGMMA, down, full_columns
 from pallas_kernels.hopper.limits import BLOCK_KV
 from pallas_kernels.hopper.mma import opaque_zero
@@ -326,12 +327,13 @@ def _math_wg(cta: Cta) -> None:
 
             by_side(finish)
 
-        def zeros(side):
-            _store(cta, side, piece, products.zeros()[side])
-            if side == 0:
-                _store_lse(cta, piece, full_columns(config.row_tile, -jnp.inf))
+        def empty():
+            store = lambda ref, first=0: store_zeros(ref.at[first:], interpret=interpret)
+            _to_output(cta, piece, slice(0, config.d_latent), store)
+            _store_lse(cta, piece, full_columns(config.row_tile, -jnp.inf))
 
-        lax.cond(tiles > 0, attend, lambda: by_side(zeros))
+        pl.when(tiles > 0)(attend)
+        pl.when((tiles == 0) & (wg == 0))(empty)
         return count + tiles, pieces + (tiles > 0).astype(jnp.int32)
 
     cta.part.each_piece(run, (jnp.int32(0), jnp.int32(0)))
@@ -438,25 +440,27 @@ def _take(cta: Cta, ref, stage, shape: tuple[int, int]) -> jax.Array:
 
 
 def _store(cta: Cta, wg: int, piece: Piece, half: Any) -> None:
-    """Store a normalised half: final for a whole sequence, else partial."""
-    gmem, channels = cta.gmem, cta.config.half(wg)
+    """Store a normalised half."""
+    to_output = functools.partial(_to_output, cta, piece, cta.config.half(wg))
+    cta.products(wg).store(half, to_output)
+
+
+def _to_output(cta: Cta, piece: Piece, channels: slice, store: Callable[..., None]) -> None:
+    """Call `store` with the place of these channels, final for a whole sequence, else partial; and
+    with the first row to be stored where that is not the first one."""
+    gmem, shared = cta.gmem, cta.config.shared_rows
     final = gmem.out.at[piece.seq, cta.rows, channels]
     partial = gmem.partial.at[piece.slot, cta.padded_rows, channels]
-
-    shared = cta.config.shared_rows
     is_last = cta.row_index == cta.config.row_tiles - 1
 
-    def to_output(store):
-        @pl.when(piece.whole)
-        def _():
-            if shared:
-                lax.cond(is_last, lambda: store(final, shared), lambda: store(final))
-            else:
-                store(final)
+    @pl.when(piece.whole)
+    def _():
+        if shared:
+            lax.cond(is_last, lambda: store(final, shared), lambda: store(final))
+        else:
+            store(final)
 
-        pl.when(jnp.logical_not(piece.whole))(lambda: store(partial))
-
-    cta.products(wg).store(half, to_output)
+    pl.when(jnp.logical_not(piece.whole))(lambda: store(partial))
 
 
 def _store_lse(cta: Cta, piece: Piece, lse2: jax.Array) -> None:

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm, scf
 
-from pallas_kernels.hopper.layouts import WGMMA, WGMMA_ROW, tiled
+from pallas_kernels.hopper.layouts import WGMMA_ROW, tiled
 from pallas_kernels.hopper.threads import const, extract, warp_and_lane
 
 inline_mgpu: Any = plgpu.inline_mgpu  # its type does not say that it drops the argument `ctx`
@@ -146,6 +146,16 @@ def keep_in_l2(refs: Sequence[Any], *, interpret: bool) -> None:
     prefetch(*refs)
 
 
+ZEROS = 8
+"""16-bit elements that a thread stores at a time, the most that an instruction takes."""
+
+
+def _zeros(element: ir.Type) -> ir.Value:
+    vector_type = ir.VectorType.get((ZEROS,), element)
+    zero = ir.FloatAttr.get(element, 0.0)
+    return arith.constant(vector_type, ir.DenseElementsAttr.get_splat(vector_type, zero))
+
+
 def zero_rows(ref, first: jax.Array, *, interpret: bool) -> None:
     """Zero the rows of a 16-bit tile in shared memory from `first` on."""
     if interpret:
@@ -163,7 +173,7 @@ def zero_rows(ref, first: jax.Array, *, interpret: bool) -> None:
         (atom_row_stride, segment_stride, row_stride, _), _ = memory.get_strides_and_offset()
         # A swizzle only changes the order within a row of an atom, and all of it becomes zero: a
         # thread takes 16 bytes of it, the warpgroup several rows at a time.
-        chunks = atom_cols // 8
+        chunks = atom_cols // ZEROS
         rows = 128 // (chunks * segments)
         thread = rem(
             arith.index_cast(ir.IntegerType.get_signless(32), gpu.thread_id(gpu.Dimension.x)),
@@ -173,13 +183,9 @@ def zero_rows(ref, first: jax.Array, *, interpret: bool) -> None:
             rem(thread, const(chunks)),
             rem(div(thread, const(chunks)), const(segments)),
         )
-        base = arith.addi(arith.muli(chunk, const(8)), arith.muli(segment, const(segment_stride)))
-        zeros = arith.constant(
-            ir.VectorType.get((8,), element),
-            ir.DenseElementsAttr.get_splat(
-                ir.VectorType.get((8,), element), ir.FloatAttr.get(element, 0.0)
-            ),
-        )
+        own_segment = arith.muli(segment, const(segment_stride))
+        base = arith.addi(arith.muli(chunk, const(ZEROS)), own_segment)
+        zeros = _zeros(element)
         own_row = div(thread, const(chunks * segments))
         num_rows = const(memory.shape[0] * atom_rows)
         # The same number of turns for all threads: they meet at a barrier afterwards.
@@ -204,41 +210,27 @@ def zero_rows(ref, first: jax.Array, *, interpret: bool) -> None:
     zero(ref, first)
 
 
-def store_rows(ref, tile: jax.Array, rows: int, *, interpret: bool) -> None:
-    """Store the first `rows` rows of an accumulator tile to global memory; `ref` has just those."""
+def store_zeros(ref, *, interpret: bool) -> None:
+    """Zero rows of 16-bit elements in global memory, by one warpgroup. They lie one after the
+    other, and are a multiple of the 2 KiB that it stores at a time."""
     if interpret:
-        ref[...] = tile[:rows]
+        ref[...] = jnp.zeros(ref.shape, ref.dtype)
         return
 
-    @inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))
-    def store(ctx, ref, tile):
+    @inline_mgpu(arg_types=(plgpu.RefType(),))
+    def store(ctx, ref):
         del ctx
-        element = ir.VectorType(tile.registers.flat[0].type).element_type
-        (row_stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
-        row, col = (
-            arith.index_cast(ir.IntegerType.get_signless(32), at)
-            for at in next(iter(tile.layout.thread_idxs(tile.shape)))
-        )
-        first = arith.addi(arith.muli(row, const(row_stride)), col)
-        first = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [first], element)
-        # A thread holds pairs of columns, 8 apart, of two rows, 8 apart. Addresses are one pointer
-        # and constants: as Pallas finds them, pair by pair, they are hoisted, and spilled.
-        _, pairs, *_ = tile.registers.shape
+        memory = ir.MemRefType(ref.type)
+        strides, _ = memory.get_strides_and_offset()
+        assert list(strides) == [memory.shape[1], 1]
+        at_a_time = 128 * ZEROS
+        assert math.prod(memory.shape) % at_a_time == 0
+        warp, lane = warp_and_lane()
+        thread = arith.addi(arith.muli(warp, const(32)), lane)
+        own = [arith.muli(thread, const(ZEROS))]
+        first = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), own, memory.element_type)
+        zeros = _zeros(memory.element_type)
+        for offset in range(0, math.prod(memory.shape), at_a_time):
+            llvm.store(zeros, mgpu_utils.getelementptr(first, [offset], memory.element_type))
 
-        def store_half(half):
-            for pair in range(pairs):
-                offset = 8 * half * row_stride + 8 * pair
-                at = mgpu_utils.getelementptr(first, [offset], element)
-                llvm.store(tile.registers[0, pair, 0, 0, half, 0, 0, 0, 0], at)
-
-        for half in range(2):
-            if rows == tile.shape[0]:
-                store_half(half)
-                continue
-            inside = arith.cmpi(arith.CmpIPredicate.slt, row, const(rows - 8 * half))
-            branch = scf.IfOp(inside)
-            with ir.InsertionPoint(branch.then_block):
-                store_half(half)
-                scf.yield_([])
-
-    store(ref, tile)
+    store(ref)

@@ -1,4 +1,4 @@
-"""Where the device functions of `hopper.inline` that no other test sees read."""
+"""Where the device functions of `hopper.inline` that no other test sees read and write."""
 
 import types
 
@@ -33,3 +33,13 @@ def test_keep_in_l2(monkeypatch):
             lines.extend(address[active])
     for lines, shape in zip(asked, SHAPES, strict=True):
         np.testing.assert_array_equal(np.sort(lines), np.arange(0, 4 * np.prod(shape), 128))
+
+
+@pytest.mark.parametrize("shape", [(8, 256), (24, 512), (64, 512)])
+def test_store_zeros(shape, monkeypatch):
+    """Every element is written once, and nothing behind them."""
+    call = lambda: inline.store_zeros(None, interpret=False)
+    built = addresses.Built(monkeypatch, call, [(shape, "bf16", [shape[1], 1])], inline)
+    written = np.concatenate([address for _, address, _ in built.stores])
+    assert {addresses.size(value.type) for value, *_ in built.stores} == {16}
+    np.testing.assert_array_equal(np.sort(written), np.arange(0, 2 * np.prod(shape), 16))

@@ -137,11 +137,18 @@ def test_a_short_sequence_for_every_sm():
         assert len(check([4096], 128, cache_format=cache_format)[0]) == number
 
 
-def test_empty_sequences_are_no_work_to_speak_of():
-    """The padding of a batch to a size that is compiled; most SMs have keys."""
-    tiles = num_tiles([131_072]).item()
-    pieces, _ = check([0] * 127 + [131_072], 16)
-    assert max(end - begin for _, _, begin, end in pieces) <= tiles / NUM_SMS + 2
+@pytest.mark.parametrize(("rows", "parts"), [(16, NUM_SMS), (128, NUM_SMS // 2)])
+@pytest.mark.parametrize("at", [0, 255])
+def test_an_empty_sequence_is_as_much_work_as_a_tile(at, rows, parts):
+    """The padding of a batch to a size that is compiled: no part has too many tiles, nor too many
+    sequences whose output it zeroes."""
+    lens = np.zeros(256, int)
+    lens[at] = 131_072
+    pieces, _ = check(lens, rows)
+    work = np.zeros(parts)
+    for part, _, begin, end in pieces:
+        work[part] += max(end - begin, 1)
+    assert work.max() <= work.sum() / parts + 2
 
 
 def test_whole_or_split():
