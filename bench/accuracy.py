@@ -5,6 +5,7 @@ before they were rounded for the cache. docs/accuracy.md says what the inputs ar
 """
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -213,33 +214,32 @@ def plot(results: dict[str, Any], file: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, len(INPUTS), figsize=(11, 3.6), sharey=True)
+    figure, panels = plt.subplots(1, len(INPUTS), figsize=(12, 3.6), sharey=True)
+    drawn = [name for name in STYLES if any(r["implementation"] == name for r in results["rows"])]
+    colours = {format: f"C{index}" for index, format in enumerate(FORMATS)}
     for panel, name in zip(panels, INPUTS, strict=True):
-        for index, format in enumerate(FORMATS):
-            for implementation, style in STYLES.items():
-                points = sorted(
-                    (row["context"], row["rms_err"])
-                    for row in results["rows"]
-                    if (row["inputs"], row["format"], row["implementation"])
-                    == (name, format, implementation)
-                )
-                if points:
-                    label = format if implementation == "xla" else f"{format}, {implementation}"
-                    panel.loglog(
-                        *zip(*points, strict=True),
-                        style,
-                        color=f"C{index}",
-                        marker=".",
-                        label=label,
-                    )
+        for format, implementation in itertools.product(FORMATS, drawn):
+            points = sorted(
+                (row["context"], row["rms_err"])
+                for row in results["rows"]
+                if (row["inputs"], row["format"], row["implementation"])
+                == (name, format, implementation)
+            )
+            if points:
+                line = {"color": colours[format], "marker": "."}
+                panel.loglog(*zip(*points, strict=True), STYLES[implementation], **line)
         panel.set_title(name)
         panel.set_xlabel("tokens in the context")
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("relative rms error")
-    panels[-1].legend(fontsize=8)
+    for format, colour in colours.items():
+        panels[-1].plot([], [], color=colour, label=format)
+    for name in drawn:
+        panels[-1].plot([], [], STYLES[name], color="grey", label=name)
     figure.tight_layout()
+    figure.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file)
+    figure.savefig(file, bbox_inches="tight")
     plt.close(figure)
 
 
