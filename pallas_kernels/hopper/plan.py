@@ -24,12 +24,13 @@ TILE_COST = 4
 """What a key tile takes. The unit is a quarter of that."""
 SEQUENCE_COST = 2 * TILE_COST
 """Starting and ending a sequence: loading its queries, filling the pipeline, writing its output."""
-EMPTY_COST = TILE_COST
-"""The same of a sequence without keys: reading its length, writing zeros.
+ZERO_ROWS = 16
+"""Rows of zeros that a CTA writes in a quarter of the time of a tile: all that it does for a
+sequence without keys.
 
-MEASURED: H200, one sequence of 131072 tokens and 255 without keys, attention, us, with costs of 1,
-2, 4 and 8: 128 heads 173, 95, 67.5 and 75, in `fp8_full` 186, 100, 58 and 61; 16 heads, transposed,
-43.6, 43.8, 44.0 and 45.3.
+MEASURED: H200, one sequence of 131072 tokens and 255 without keys, attention, us, with 1, 2, 4 and
+8 quarters for such a one: 64 rows a CTA 173, 94, 67.5 and 75, in `fp8_full` 186, 100, 58 and 61; 16
+rows, transposed, 43.6, 43.8, 44.0 and 45.3.
 """
 COMBINE_COST = 4 * TILE_COST
 """What splitting any sequence at all costs: partial results written, read and merged."""
@@ -46,6 +47,11 @@ def min_share(cache_format: str | None) -> int:
     the same; fp8_token, (1, 4096) 16.9 instead of 14.9.
     """
     return MIN_PIECE if cache_format is None or FORMATS[cache_format].in_e4m3 else 1
+
+
+def zeros_cost(rows: int, row_tile: int) -> int:
+    """What a sequence without keys takes a CTA."""
+    return -(-min(rows, row_tile) // ZERO_ROWS)
 
 
 def divide(
@@ -76,7 +82,7 @@ def divide(
     tiles = jnp.minimum(tiles, most)
     # One more, empty, sequence: the cuts behind the last one fall on its start.
     tiles = jnp.append(tiles, 0)
-    start_costs = jnp.where(tiles > 0, SEQUENCE_COST, EMPTY_COST)
+    start_costs = jnp.where(tiles > 0, SEQUENCE_COST, zeros_cost(rows, row_tile))
     costs = _sum_before(tiles * TILE_COST + start_costs)
 
     def longest(cut_seq, cut_tile):

@@ -75,7 +75,7 @@ def check(lens, rows=1, num_sms=NUM_SMS, cache_format=None):
     for s, first, second, number in merges:
         assert [first, *(second + 2 * i for i in range(number - 1))] == slots[s], f"sequence {s}"
 
-    start_costs = np.where(tiles > 0, plan.SEQUENCE_COST, plan.EMPTY_COST)
+    start_costs = np.where(tiles > 0, plan.SEQUENCE_COST, plan.zeros_cost(rows, BLOCK_M))
     costs = np.zeros(num_parts)
     for part, s, begin, end in pieces:
         costs[part] += (end - begin) * plan.TILE_COST + start_costs[s]
@@ -137,17 +137,20 @@ def test_a_short_sequence_for_every_sm():
         assert len(check([4096], 128, cache_format=cache_format)[0]) == number
 
 
-@pytest.mark.parametrize(("rows", "parts"), [(16, NUM_SMS), (128, NUM_SMS // 2)])
-@pytest.mark.parametrize("at", [0, 255])
-def test_an_empty_sequence_is_as_much_work_as_a_tile(at, rows, parts):
+@pytest.mark.parametrize(
+    ("rows", "parts", "tiles"),
+    [(16, NUM_SMS, 0.25), (32, NUM_SMS, 0.5), (64, NUM_SMS, 1), (128, NUM_SMS // 2, 1)],
+)
+@pytest.mark.parametrize("empty", [255, 1023])
+@pytest.mark.parametrize("first", [True, False])
+def test_zeros_are_as_much_work_as_so_many_tiles(rows, parts, tiles, empty, first):
     """The padding of a batch to a size that is compiled: no part has too many tiles, nor too many
     sequences whose output it zeroes."""
-    lens = np.zeros(256, int)
-    lens[at] = 131_072
-    pieces, _ = check(lens, rows)
+    lens = [131_072] + [0] * empty
+    pieces, _ = check(lens if first else lens[::-1], rows)
     work = np.zeros(parts)
     for part, _, begin, end in pieces:
-        work[part] += max(end - begin, 1)
+        work[part] += end - begin or tiles
     assert work.max() <= work.sum() / parts + 2
 
 
