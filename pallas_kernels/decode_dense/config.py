@@ -25,11 +25,14 @@ class Config(DecodeConfig):
 
     cache_formats = CACHE_FORMATS
 
-    num_stages: int = 2
-    """Key tiles in flight."""
     slack: float = 8.0
     """Growth of the running maximum, base 2, that is let pass without rescaling
     (`hopper.softmax`)."""
+
+    @property
+    def num_stages(self) -> int:
+        """Key tiles in flight."""
+        return 2
 
     @property
     def converts(self) -> bool:

@@ -105,7 +105,7 @@ from pallas_kernels.hopper.layouts import WGMMA, WGMMA_ROW, across, full
 from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M
 from pallas_kernels.hopper.mma import add_dot, dot, opaque_zero
 from pallas_kernels.hopper.pieces import Part, Piece
-from pallas_kernels.hopper.softmax import LN2, LOG2E, Softmax, rescale, with_sink
+from pallas_kernels.hopper.softmax import LOG2E, Softmax, rescale, with_sink
 
 
 def _mma_wg0(cta: Cta) -> None:
@@ -225,7 +225,7 @@ def _mma_wg1(cta: Cta) -> None:
 
         def empty():
             every = slice(0, config.d_latent)
-            _to_output(cta, piece, every, functools.partial(store_zeros, interpret=cta.interpret))
+            cta.to_output(piece, every, functools.partial(store_zeros, interpret=cta.interpret))
             _store_lse(cta, piece, full((BLOCK_M,), -jnp.inf, jnp.float32))
 
         pl.when(piece.tiles > 0)(live)
@@ -277,30 +277,18 @@ def _store_last(cta: Cta, piece: Piece, out: jax.Array, cols: slice, ring: Any, 
     staging[...] = out.astype(jnp.dtype(cta.config.dtype))
     plgpu.commit_smem()
     rows = staging.at[pl.ds(0, cta.config.tile_rows)]
-    _to_output(cta, piece, cols, lambda ref: plgpu.copy_smem_to_gmem(rows, ref))
+    cta.to_output(piece, cols, lambda ref: plgpu.copy_smem_to_gmem(rows, ref))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(cta.bar.k_empty.at[stage])
 
 
-def _to_output(cta: Cta, piece: Piece, cols: slice, store: Callable[[Any], None]) -> None:
-    """Call `store` with the place of these channels: final for a whole sequence, else partial."""
-    rows = pl.ds(pl.multiple_of(cta.row_tile * BLOCK_M, BLOCK_M), cta.config.tile_rows)
-    final = cta.gmem.out.at[piece.seq, cta.rows, cols]
-    partial = cta.gmem.partial.at[piece.slot, rows, cols]
-    pl.when(piece.whole)(lambda: store(final))
-    pl.when(jnp.logical_not(piece.whole))(lambda: store(partial))
-
-
 def _store_lse(cta: Cta, piece: Piece, lse2: jax.Array) -> None:
-    """Store the log-sum-exp: natural for a whole sequence, else base 2, for the combine."""
+    """Store the log-sum-exp."""
 
-    @pl.when(piece.whole)
-    def _():
-        cta.gmem.lse[piece.seq, cta.padded_rows] = lse2 * LN2
+    def store(ref, lse):
+        ref[...] = lse
 
-    @pl.when(jnp.logical_not(piece.whole))
-    def _():
-        cta.gmem.partial_lse2[piece.slot, cta.padded_rows] = lse2
+    cta.to_lse(piece, lse2, store)
 
 
 def roles(config: Config) -> tuple[Callable[[Cta], None], ...]:

@@ -22,8 +22,6 @@ class Config(DecodeConfig):
 
     p_terms: int = 1
     """1: probabilities are rounded to e4m3. 2: what that leaves is rounded and multiplied too."""
-    num_stages: int = 4
-    """Key tiles in flight."""
     slack: float = 3.5
     """How far, base 2, a score may exceed what the row's are relative to before that moves."""
     headroom: float = 1.0
@@ -34,6 +32,11 @@ class Config(DecodeConfig):
     and both slacks must stay below the format's end. A power of two, so that scales of 0.7 to 1 of
     the largest, as those of one distribution are, lie in the upper part of an octave, where the
     format's relative error is least; so `headroom` is a whole number."""
+
+    @property
+    def num_stages(self) -> int:
+        """Key tiles in flight."""
+        return 4
 
     @property
     def rope_has_scale(self) -> bool:

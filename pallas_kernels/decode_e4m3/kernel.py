@@ -70,8 +70,6 @@ Both math warpgroups arrive at and wait for the last five, in one order: they ar
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -83,37 +81,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.decode_e4m3.config import Config
 from pallas_kernels.formats import E4M3_MAX
 from pallas_kernels.hopper import fp8, queries
+from pallas_kernels.hopper.cta import DecodeCta
 from pallas_kernels.hopper.decode import launch
 from pallas_kernels.hopper.inline import any_vote, store_zeros, sync_warps, vote
 from pallas_kernels.hopper.layouts import WGMMA_8BIT_ROW, WGMMA_ROW, across, down, full, tiled
 from pallas_kernels.hopper.limits import BLOCK_KV, BLOCK_M
 from pallas_kernels.hopper.mma import add_dots, dot, dot_after, opaque_zero
 from pallas_kernels.hopper.pieces import Part, Piece
-from pallas_kernels.hopper.row_tiles import first_row
-from pallas_kernels.hopper.softmax import LN2, PairedSoftmax, with_sink
+from pallas_kernels.hopper.softmax import PairedSoftmax, with_sink
 
 
 @dataclasses.dataclass(frozen=True)
-class Cta:
-    """What one CTA works on, and its memory."""
-
-    config: Config
-    interpret: bool
-    gmem: SimpleNamespace
-    smem: SimpleNamespace
-    bar: SimpleNamespace
-    part: Part
-    row_tile: jax.Array
-
-    @property
-    def first_row(self) -> jax.Array:
-        """First row of the tile. Rows that two tiles share are computed twice, alike."""
-        return first_row(self.row_tile, self.config.rows)
-
-    @property
-    def padded_rows(self) -> Any:
-        """The place of the tile's rows in arrays that hold `BLOCK_M` for each tile."""
-        return pl.ds(pl.multiple_of(self.row_tile * BLOCK_M, BLOCK_M), BLOCK_M)
+class Cta(DecodeCta[Config]):
+    """What one CTA works on, and its memory. Rows that two tiles share are alike in both."""
 
     @property
     def views(self) -> tuple[Any, Any, Any]:
@@ -121,10 +101,6 @@ class Cta:
         if self.interpret:
             return self.smem.latent, self.smem.pairs, self.smem.staging
         return self.smem.kv_latent
-
-    def stage(self, tile_count: jax.Array) -> jax.Array:
-        """The stage of the ring of the tile that comes after `tile_count` others."""
-        return lax.rem(tile_count, jnp.int32(self.config.num_stages))
 
 
 def _load_wg(cta: Cta) -> None:
@@ -257,7 +233,7 @@ def _math_wg(wg: int, cta: Cta) -> None:
 
         def empty():
             every = slice(0, config.d_latent)
-            _to_output(cta, piece, every, functools.partial(store_zeros, interpret=interpret))
+            cta.to_output(piece, every, functools.partial(store_zeros, interpret=interpret))
             _store_lse(cta, piece, full((BLOCK_M,), -jnp.inf, jnp.float32))
 
         pl.when(piece.tiles > 0)(live)
@@ -273,12 +249,11 @@ def _quantise_queries(cta: Cta, wg: int, seq) -> jax.Array:
     `fp8_full` for all of it); what the products are to be multiplied by, row by row."""
     config, gmem, smem, bar = cta.config, cta.gmem, cta.smem, cta.bar
     half = config.half(wg)
-    rows = pl.ds(cta.first_row, config.tile_rows)
     load = lambda ref: fp8.load_rows(ref, config.tile_rows, interpret=cta.interpret)
 
-    q = load(gmem.q_latent.at[seq, rows, half])
+    q = load(gmem.q_latent.at[seq, cta.rows, half])
     amax = queries.largest(q)
-    rope = load(gmem.q_rope.at[seq, rows]) if wg == 0 else None
+    rope = load(gmem.q_rope.at[seq, cta.rows]) if wg == 0 else None
     if rope is not None and config.rope_has_scale:
         amax = jnp.maximum(amax, queries.largest(rope))
     smem.row_max[wg] = amax
@@ -418,27 +393,13 @@ def _store(cta: Cta, piece: Piece, half: slice, accs, stage: jax.Array) -> None:
     tile = staging.at[stage, pl.ds(0, config.tile_rows)]
     fp8.stage_transposed(tile, even, odd, config.out_transforms, interpret=interpret)
     plgpu.commit_smem()
-    _to_output(cta, piece, half, lambda ref: plgpu.copy_smem_to_gmem(tile, ref))
+    cta.to_output(piece, half, lambda ref: plgpu.copy_smem_to_gmem(tile, ref))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _to_output(cta: Cta, piece: Piece, cols: slice, store: Callable[[Any], None]) -> None:
-    """Call `store` with the place of these channels: final for a whole sequence, else partial."""
-    gmem, tile_rows = cta.gmem, cta.config.tile_rows
-    first_slot = pl.multiple_of(cta.row_tile * BLOCK_M, BLOCK_M)
-    final = gmem.out.at[piece.seq, pl.ds(cta.first_row, tile_rows), cols]
-    partial = gmem.partial.at[piece.slot, pl.ds(first_slot, tile_rows), cols]
-    pl.when(piece.whole)(lambda: store(final))
-    pl.when(jnp.logical_not(piece.whole))(lambda: store(partial))
-
-
 def _store_lse(cta: Cta, piece: Piece, lse2: jax.Array) -> None:
-    """Store the log-sum-exp: natural for a whole sequence, else base 2, for the combine."""
-    store = functools.partial(fp8.store_row_values, interpret=cta.interpret)
-    final = cta.gmem.lse.at[piece.seq, cta.padded_rows]
-    partial = cta.gmem.partial_lse2.at[piece.slot, cta.padded_rows]
-    pl.when(piece.whole)(lambda: store(final, lse2 * LN2))
-    pl.when(jnp.logical_not(piece.whole))(lambda: store(partial, lse2))
+    """Store the log-sum-exp."""
+    cta.to_lse(piece, lse2, functools.partial(fp8.store_row_values, interpret=cta.interpret))
 
 
 ROLES = (functools.partial(_math_wg, 0), functools.partial(_math_wg, 1), _load_wg)

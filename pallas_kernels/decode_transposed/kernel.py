@@ -109,34 +109,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.decode_transposed.config import VIEWS, Config
 from pallas_kernels.decode_transposed.products import In16Bits, InE4m3, Widened, by_side
 from pallas_kernels.hopper import columns, fp8
+from pallas_kernels.hopper.cta import DecodeCta
 from pallas_kernels.hopper.decode import launch
 from pallas_kernels.hopper.inline import store_zeros, sync_warps
 from pallas_kernels.hopper.layouts import WGMMA, down, full_columns
 from pallas_kernels.hopper.limits import BLOCK_KV
 from pallas_kernels.hopper.mma import opaque_zero
 from pallas_kernels.hopper.pieces import Part, Piece
-from pallas_kernels.hopper.row_tiles import first_row
-from pallas_kernels.hopper.softmax import LN2, ColumnSoftmax, Softmax, with_sink
+from pallas_kernels.hopper.softmax import ColumnSoftmax, Softmax, with_sink
 
 
 @dataclasses.dataclass(frozen=True)
-class Cta:
-    """What one CTA works on, and its memory."""
-
-    config: Config
-    interpret: bool
-    gmem: SimpleNamespace
-    smem: SimpleNamespace
-    bar: SimpleNamespace
-    part: Part
-    row_index: jax.Array
-    """Number of the row tile."""
-
-    @property
-    def first_row(self) -> jax.Array:
-        """First row of the tile. Rows that two tiles share are computed twice; alike, or stored
-        once (`shared_rows`)."""
-        return first_row(self.row_index, self.config.rows, self.config.row_tile)
+class Cta(DecodeCta[Config]):
+    """What one CTA works on, and its memory. Rows that two tiles share are alike in both, or stored
+    once (`shared_rows`)."""
 
     def takes(self, piece: Piece) -> jax.Array:
         """How many tiles of a piece are taken: in e4m3 a single one is taken twice."""
@@ -147,17 +133,6 @@ class Cta:
         tile = piece.end - 1 - index
         again = tile < piece.begin
         return jnp.maximum(tile, piece.begin) if self.config.in_e4m3 else tile, again
-
-    @property
-    def rows(self) -> Any:
-        """The rows of the tile, among those of the sequence."""
-        return pl.ds(self.first_row, self.config.row_tile)
-
-    @property
-    def padded_rows(self) -> Any:
-        """The place of the tile's rows in arrays that hold `row_tile` for each tile."""
-        tile = self.config.row_tile
-        return pl.ds(pl.multiple_of(self.row_index * tile, tile), tile)
 
     @property
     def views(self) -> Any:
@@ -171,10 +146,6 @@ class Cta:
         make = Widened if self.config.widened else InE4m3 if self.config.in_e4m3 else In16Bits
         of_cta = self.gmem, self.smem, self.bar, self.views, self.rows
         return make(self.config, wg, self.interpret, *of_cta)
-
-    def stage(self, tile_count: jax.Array) -> jax.Array:
-        """The stage of the ring of the tile that comes after `tile_count` others."""
-        return lax.rem(tile_count, jnp.int32(self.config.num_stages))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -401,7 +372,7 @@ def _finish(
     if config.has_sink:
         # Else its address would be made before the loop over the sequences, and spilled.
         zero = jnp.int32(0) if interpret else opaque_zero(pieces)
-        (sink,) = load(cta.gmem.sink.at[pl.ds(cta.row_index + zero, 1)])
+        (sink,) = load(cta.gmem.sink.at[pl.ds(cta.row_tile + zero, 1)])
         inverse = lax.cond(piece.whole, lambda: with_sink(inverse, lse2, sink), lambda: inverse)
     mine, theirs = (down(factor * inverse, halves[wg][0].shape[0]) for factor in factors)
     stage = cta.stage(count + other.last)
@@ -446,34 +417,18 @@ def _store(cta: Cta, wg: int, piece: Piece, half: Any) -> None:
 
 
 def _to_output(cta: Cta, piece: Piece, channels: slice, store: Callable[..., None]) -> None:
-    """Call `store` with the place of these channels, final for a whole sequence, else partial; and
-    with the first row to be stored where that is not the first one."""
-    gmem, shared = cta.gmem, cta.config.shared_rows
-    final = gmem.out.at[piece.seq, cta.rows, channels]
-    partial = gmem.partial.at[piece.slot, cta.padded_rows, channels]
-    is_last = cta.row_index == cta.config.row_tiles - 1
-
-    @pl.when(piece.whole)
-    def _():
-        if shared:
-            lax.cond(is_last, lambda: store(final, shared), lambda: store(final))
-        else:
-            store(final)
-
-    pl.when(jnp.logical_not(piece.whole))(lambda: store(partial))
+    """`DecodeCta.to_output`; `store` is also called with the first row that is to be stored, where
+    that is not the first one."""
+    shared = cta.config.shared_rows
+    is_last = cta.row_tile == cta.config.row_tiles - 1
+    others = lambda ref: lax.cond(is_last, lambda: store(ref, shared), lambda: store(ref))
+    cta.to_output(piece, channels, store, others if shared else None)
 
 
 def _store_lse(cta: Cta, piece: Piece, lse2: jax.Array) -> None:
-    """Store the log-sum-exp: natural for a whole sequence, else base 2, for the combine."""
+    """Store the log-sum-exp."""
     store = functools.partial(columns.store_column_values, interpret=cta.interpret)
-
-    @pl.when(piece.whole)
-    def _():
-        store(cta.gmem.lse.at[piece.seq, cta.padded_rows], lse2 * LN2)
-
-    @pl.when(jnp.logical_not(piece.whole))
-    def _():
-        store(cta.gmem.partial_lse2.at[piece.slot, cta.padded_rows], lse2)
+    cta.to_lse(piece, lse2, store)
 
 
 ROLES = (_math_wg, _math_wg, _load_wg)
@@ -483,8 +438,8 @@ def decode(config: Config, inputs: dict[str, jax.Array], interpret: Any = None):
     """Launch the kernel: `hopper.decode.launch`."""
     capacity = inputs["block_table"].shape[1] * config.page_size
 
-    def cta(_, gmem, smem, bar, index, row_index):
+    def cta(_, gmem, smem, bar, index, row_tile):
         part = Part(gmem.parts, index, gmem.seq_lens, capacity)
-        return Cta(config, bool(interpret), gmem, smem, bar, part, row_index)
+        return Cta(config, bool(interpret), gmem, smem, bar, part, row_tile)
 
     return launch(config, inputs, ROLES, cta, name="mla_decode_transposed", interpret=interpret)

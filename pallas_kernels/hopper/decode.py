@@ -56,6 +56,11 @@ class DecodeConfig(abc.ABC):
     """Factor of the scores; None if it is known at run time only, or not positive."""
 
     @property
+    @abc.abstractmethod
+    def num_stages(self) -> int:
+        """Key tiles in flight."""
+
+    @property
     def query_rows(self) -> int:
         """Folded (query, head) rows of a sequence, the heads of a query together."""
         return self.q_len * self.num_heads
