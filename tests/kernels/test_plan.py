@@ -154,6 +154,13 @@ def test_zeros_are_as_much_work_as_so_many_tiles(rows, parts, tiles, empty, firs
     assert work.max() <= work.sum() / parts + 2
 
 
+def test_few_rows_of_zeros_are_no_work_to_speak_of():
+    """Most SMs have keys."""
+    tiles = num_tiles([131_072]).item()
+    pieces, _ = check([0] * 127 + [131_072], 16)
+    assert max(end - begin for _, _, begin, end in pieces) <= tiles / NUM_SMS + 2
+
+
 def test_whole_or_split():
     """Sequences stay whole until splitting saves more than it costs."""
     # Two sequences to a part: a longest part of 132 tiles where the mean is 128.
